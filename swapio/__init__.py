@@ -1,0 +1,30 @@
+"""swapio trains PyTorch models larger than the machine's memory."""
+
+from .engine import Engine, initialize
+from .errors import (
+    BudgetError,
+    ClosedError,
+    ConfigError,
+    ForkError,
+    StorageError,
+    SwapioError,
+    TransferTimeoutError,
+    UsageError,
+)
+from .swap import SwapManager, Transfer
+
+__all__ = [
+    "BudgetError",
+    "ClosedError",
+    "ConfigError",
+    "Engine",
+    "ForkError",
+    "StorageError",
+    "SwapManager",
+    "SwapioError",
+    "Transfer",
+    "TransferTimeoutError",
+    "UsageError",
+    "initialize",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,239 @@
+"""`swapio.initialize`: from a model and a config to an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import SwapioConfig, load_config
+from ..errors import ConfigError
+from ..optim import OptimizerSpec, from_config, from_torch
+from ..spec import format_nbytes
+from ..swap import Place, SwapManager
+from ..zero import CHUNK_NUMEL, ChunkedStep, Unit, UnitLayout, UnitSet, UnitSpec, find_units
+from ._budget import host_need
+from ._engine import Engine
+
+__all__ = ["initialize"]
+
+logger = logging.getLogger("swapio")
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+    *,
+    manager: SwapManager | None = None,
+) -> tuple[Engine, Any, Any, Any]:
+    """Take a model over: its weights and optimizer state go where the config says.
+
+    Args:
+        model: any `nn.Module` with ordinary dense parameters. Its identity and that of its parameters stay.
+        optimizer: a fresh `torch.optim.AdamW`, `Adam` or `SGD`, or a function from parameters to one; else the config's section `optimizer`.
+        model_parameters: what the config's optimizer trains (parameters or groups); default: all that require a gradient.
+        config: a dict or the path of a JSON file in DeepSpeed's format, with a section `swapio`; `config_params` is its old name.
+        manager: a `SwapManager` to live in, which stays open after the engine; default: one of its own, from the config.
+
+    Returns:
+        `(engine, optimizer, dataloader, lr_scheduler)`; the last three are None where nothing was given.
+
+    Raises:
+        ConfigError: a setting, an optimizer or a parameter that cannot work; BudgetError: `host_memory` is below what the model needs;
+        StorageError: no room on the drive, or a path that cannot be used.
+    """
+    if model is None:
+        raise ConfigError("model: none given; call swapio.initialize(model=...)", key="model")
+    if mpu is not None or mesh_param is not None:
+        raise ConfigError("mpu, mesh_param: model parallelism is not supported; leave them out", key="mpu")
+    given = [c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None]
+    if len(given) != 1:
+        raise ConfigError("config: give exactly one of config, config_params and args.deepspeed_config", key="config")
+    _check_world()
+    settings = load_config(given[0])
+    _check_model(model)
+    inner, spec = _optimizer(model, optimizer, model_parameters, settings)
+    with contextlib.ExitStack() as undo:
+        owns = manager is None
+        if manager is None:
+            manager = undo.enter_context(_manager(settings))
+        engine = _engine(model, settings, manager, owns, inner, spec, undo)
+        engine.lr_scheduler = lr_scheduler(engine.optimizer) if callable(lr_scheduler) else lr_scheduler
+        if training_data is not None:
+            engine.training_dataloader = torch.utils.data.DataLoader(
+                training_data, batch_size=settings.train_micro_batch_size_per_gpu, shuffle=True, collate_fn=collate_fn
+            )
+        undo.pop_all()
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _check_world() -> None:
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        world = torch.distributed.get_world_size()
+    if world > 1:
+        raise ConfigError(f"world size {world} is not supported yet; run one process", key="world_size", value=world)
+
+
+def _check_model(model: nn.Module) -> None:
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise ConfigError("model: DataParallel copies weights past the engine; pass the bare module", key="model")
+    for name, param in model.named_parameters():
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ConfigError(f"model: {name!r} is lazy; run one batch through the model before swapio.initialize", key="model")
+        if type(param) is not nn.Parameter:
+            raise ConfigError(
+                f"model: {name!r} is a {type(param).__name__}; only plain nn.Parameter can be managed (is it in another engine?)", key="model"
+            )
+        if param.is_meta:
+            raise ConfigError(f"model: {name!r} is on the meta device and has no values; materialise the model first", key="model")
+
+
+def _optimizer(
+    model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None, settings: SwapioConfig
+) -> tuple[torch.optim.Optimizer | None, OptimizerSpec | None]:
+    params = list(model_parameters) if model_parameters is not None else [p for p in model.parameters() if p.requires_grad]
+    if optimizer is None and settings.optimizer is not None and params:
+        section = from_config(settings.optimizer.type, settings.optimizer.params)
+        optimizer = section.torch_class(params, **section.groups[0])
+    elif callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(params)
+    if optimizer is None:
+        return None, None
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer: {type(optimizer).__name__} is no torch.optim.Optimizer", key="optimizer", value=optimizer)
+    spec, groups = from_torch(optimizer)
+    known = {id(p) for p in model.parameters()}
+    if any(id(p) not in known for p in groups):
+        raise ConfigError("optimizer: it holds parameters that are not in the model; make it from model.parameters()", key="optimizer")
+    return optimizer, spec
+
+
+def _manager(settings: SwapioConfig) -> SwapManager:
+    paths: list[str] = []
+    for section in (settings.zero_optimization.offload_param, settings.zero_optimization.offload_optimizer):
+        if section is not None and section.device == "nvme":
+            paths += [str(p) for p in section.paths if str(p) not in paths]
+    own = settings.swapio
+    return SwapManager(
+        paths,
+        host_memory=own.host_memory,
+        device=own.device,
+        device_memory=own.device_memory,
+        backend=own.backend,
+        block_nbytes=settings.aio.block_size,
+        queue_depth=settings.aio.queue_depth,
+        timeout_s=own.timeout_s,
+    )
+
+
+def _engine(
+    model: nn.Module,
+    settings: SwapioConfig,
+    manager: SwapManager,
+    owns: bool,
+    inner: torch.optim.Optimizer | None,
+    spec: OptimizerSpec | None,
+    undo: contextlib.ExitStack,
+) -> Engine:
+    offload = settings.zero_optimization
+    param_home = Place.parse(offload.offload_param.device if offload.offload_param else "none", key="zero_optimization.offload_param.device")
+    state_home = Place.parse(
+        offload.offload_optimizer.device if offload.offload_optimizer else "none", key="zero_optimization.offload_optimizer.device"
+    )
+    step_place = manager.place(Place.DEVICE if state_home is Place.DEVICE else Place.HOST)
+    groups = {id(p): i for i, g in enumerate(inner.param_groups if inner is not None else ()) for p in g["params"]}
+    untrained = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in groups]
+    if inner is not None and untrained:
+        logger.warning("%d parameters require a gradient but are in no param group (%s ...): theirs is dropped", len(untrained), untrained[0])
+    specs = find_units(model, settings.swapio.units)
+    bf16 = settings.bf16.enabled
+    layouts = [_layout(u, groups, bf16) for u in specs]
+    chunk_numel = CHUNK_NUMEL
+    need = host_need(
+        layouts, spec, block_nbytes=manager.arena.block_nbytes, chunk_numel=chunk_numel,
+        param_home=param_home, state_home=state_home, step_place=step_place, has_device=manager.device.has_memory,
+    )  # fmt: skip
+    largest = max(range(len(specs)), key=lambda i: layouts[i].nbytes, default=0)
+    need.check(manager.arena.capacity, specs[largest].name if specs else "")
+    capacity = manager.arena.capacity
+    on_device = manager.device.has_memory
+    keep = param_home is Place.DEVICE if on_device else capacity is None or need.everything <= capacity
+    zero = UnitSet(manager, step_place=step_place, keep_attached=keep)
+    undo.callback(zero.close, "initialize failed", restore=True)
+    stepper = ChunkedStep(zero, spec, home=state_home, chunk_numel=chunk_numel) if spec is not None else None
+    for number, (unit_spec, layout) in enumerate(zip(specs, layouts, strict=True)):
+        record = manager.create(unit_spec.name, layout.nbytes, home=param_home)
+        unit = Unit(zero, unit_spec.name, number, unit_spec.params, [groups.get(id(p)) for _, p in unit_spec.params], record, layout)
+        if stepper is not None:
+            stepper.add_unit(unit)
+        _take_over(unit, stepper, manager.device.torch_device)
+        zero.units.append(unit)
+        if unit_spec.module is not None:
+            zero.add_window(unit_spec.module, unit)
+        zero.hook_gradients(unit)
+    zero.serve_state_dict(model)
+    device = manager.device.torch_device
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device, torch.bfloat16 if bf16 and buffer.is_floating_point() else buffer.dtype)
+    weights = sum(layout.nbytes for layout in layouts)
+    logger.info(
+        "%d units, weights %s on %s, optimizer state %s on %s, host memory at least %s, budget %s; gradient clipping is off",
+        len(specs), format_nbytes(weights), param_home.name, format_nbytes(stepper.state_nbytes() if stepper else 0), state_home.name,
+        format_nbytes(need.minimum), "none" if capacity is None else format_nbytes(capacity),
+    )  # fmt: skip
+    return Engine(
+        model, config=settings, manager=manager, owns_manager=owns, zero=zero, stepper=stepper, inner_optimizer=inner, restore_nbytes=weights
+    )
+
+
+def _target_dtype(param: torch.Tensor, bf16: bool) -> torch.dtype:
+    return torch.bfloat16 if bf16 and param.is_floating_point() else param.dtype
+
+
+def _layout(spec: UnitSpec, groups: dict[int, int], bf16: bool) -> UnitLayout:
+    shown = []
+    for name, param in spec.params:
+        dtype = _target_dtype(param, bf16)
+        if id(param) in groups and dtype not in (torch.float32, torch.bfloat16):
+            raise ConfigError(
+                f"model: {name!r} is {dtype}; only float32 and bfloat16 parameters can be trained, call model.float() or model.bfloat16()", key="model"
+            )
+        shown.append(torch.empty_strided(param.shape, param.stride(), dtype=dtype, device="meta"))
+    return UnitLayout(shown, [id(p) in groups and p.requires_grad for _, p in spec.params])
+
+
+@torch.no_grad()
+def _take_over(unit: Unit, stepper: ChunkedStep | None, device: torch.device) -> None:
+    """Copy a unit's values into its record, and the lower halves of fp32 masters into the optimizer's state."""
+    unit.device = device
+    masters: dict[int, torch.Tensor] = {}
+    with unit.zero.pin(unit.record, Place.HOST) as lease:
+        lease.raw.zero_()
+        for slot, param in zip(unit.layout.slots, unit.params, strict=True):
+            unit.layout_view(lease.raw, slot.index).copy_(param)
+            if stepper is not None and slot.trained and slot.dtype is torch.bfloat16 and param.dtype is not torch.bfloat16:
+                dense = torch.empty_strided(slot.shape, slot.stride, dtype=torch.float32)
+                masters[slot.index] = param.detach().float() if tuple(param.stride()) == slot.stride else dense.copy_(param)
+        if stepper is not None and masters:
+            stepper.store_masters(unit, masters, lease.raw)
+        lease.mark_dirty()
+    unit.manage()
+

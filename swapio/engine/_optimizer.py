@@ -1,0 +1,51 @@
+"""The optimizer that `initialize` returns: PyTorch's face, the engine's step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import UsageError
+
+__all__ = ["EngineOptimizer"]
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """Shares the live `param_groups` of the optimizer it stands for, so schedulers made for either one work.
+
+    `step()` and `zero_grad()` are the engine's. The state is in the engine's store, not in `state`.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, *, step: Callable[[], None], zero_grad: Callable[[], None]) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self.param_groups = inner.param_groups
+        self._engine_step = step
+        self._engine_zero_grad = zero_grad
+        self.inner = inner
+        # whoever kept the optimizer given to initialize must not step parameters behind the engine's back
+        inner.step = self.step  # type: ignore[method-assign]
+        inner.zero_grad = self.zero_grad  # type: ignore[method-assign]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """The same as `engine.step()`, without the scheduler."""
+        if closure is not None:
+            raise UsageError("a closure is not supported: run forward and backward, then call engine.step()")
+        self._engine_step()
+        return None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients; `step` does it too."""
+        self._engine_zero_grad()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "inner"):
+            raise UsageError("param groups are fixed by swapio.initialize; give the optimizer all its groups before")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        raise UsageError("the optimizer's state is in the engine's store; saving it is not supported yet")
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise UsageError("the optimizer's state is in the engine's store; loading it is not supported yet")

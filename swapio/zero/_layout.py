@@ -1,0 +1,181 @@
+"""How the parameters of a unit lie in its extent, and which modules are units. Pure functions."""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import dataclasses
+import fnmatch
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError
+from ..spec import PAGE_NBYTES, round_up
+
+__all__ = ["Segment", "Slot", "UnitLayout", "UnitSpec", "find_units"]
+
+ALIGN_NUMEL = 64
+"""Parameters start at multiples of 64 elements: vectorised kernels then see whole vectors, so flat and per-parameter steps agree to the bit."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter's place: `numel` elements (with the gaps of its strides) at `start` of its segment."""
+
+    index: int  # in the unit
+    segment: int
+    start: int  # element in the segment, a multiple of ALIGN_NUMEL
+    offset: int  # byte in the unit
+    span: int  # elements from the first to the last in memory
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    trained: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Segment:
+    """All parameters of one dtype: `numel` elements from byte `offset`; the first `num_trained` belong to trained parameters."""
+
+    dtype: torch.dtype
+    offset: int
+    numel: int
+    num_trained: int
+    grad_offset: int  # byte of the gradients in the unit's gradient buffer
+
+
+class UnitLayout:
+    """Segments by dtype, trained parameters first, each parameter back to back at a multiple of 64 elements."""
+
+    def __init__(self, params: Sequence[torch.Tensor], trained: Sequence[bool]) -> None:
+        dtypes = list(dict.fromkeys(p.dtype for p in params))
+        slots: dict[int, Slot] = {}
+        segments: list[Segment] = []
+        offset = grad_offset = 0
+        for number, dtype in enumerate(dtypes):
+            start = num_trained = 0
+            members = [i for i, p in enumerate(params) if p.dtype == dtype]
+            for i in sorted(members, key=lambda i: not trained[i]):
+                shape, stride, span = _dense(params[i])
+                slots[i] = Slot(i, number, start, offset + start * dtype.itemsize, span, shape, stride, dtype, trained[i])
+                start += round_up(span, ALIGN_NUMEL)
+                if trained[i]:
+                    num_trained = start
+            segments.append(Segment(dtype, offset, start, num_trained, grad_offset))
+            offset = round_up(offset + start * dtype.itemsize, PAGE_NBYTES)
+            grad_offset = round_up(grad_offset + num_trained * dtype.itemsize, PAGE_NBYTES)
+        self.slots = [slots[i] for i in range(len(params))]
+        self.segments = segments
+        self.nbytes = offset
+        self.grad_nbytes = grad_offset
+        self._by_offset = sorted(self.slots, key=lambda s: (s.offset, s.span))
+        self._offsets = [s.offset for s in self._by_offset]
+
+    def slot_at(self, offset: int) -> Slot:
+        """The parameter that byte `offset` of the unit belongs to."""
+        return self._by_offset[max(bisect.bisect_right(self._offsets, offset) - 1, 0)]
+
+
+def _dense(param: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Shape, strides and span; strides that leave gaps or overlap become contiguous ones."""
+    shape, stride = tuple(param.shape), tuple(param.stride())
+    span = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    if span != param.numel():
+        stride, span = tuple(torch.empty(shape, device="meta").stride()), param.numel()
+    return shape, stride, span
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UnitSpec:
+    """A unit before it is made: the module whose forward is its window (None: fetched per use), and its parameters by name."""
+
+    name: str
+    module: nn.Module | None
+    params: tuple[tuple[str, nn.Parameter], ...]
+
+
+def find_units(model: nn.Module, patterns: Sequence[str] = ()) -> list[UnitSpec]:
+    """Cut a model into units; every parameter is in exactly one.
+
+    With `patterns` (as in `fnmatch`, against module names) the matching modules are units. Without, the members of a `ModuleList` or
+    `Sequential` with at least two children of one type are: the outermost such list on each path. What is left is grouped by the module
+    that owns it. A parameter that several units would own is a unit of its own, fetched on each use.
+
+    Raises:
+        ConfigError: a pattern matches nothing, or one match contains another.
+    """
+    chosen = _match(model, patterns) if patterns else _repeated(model)
+    names = {id(m): n for n, m in model.named_modules()}
+    owners: dict[int, list[str]] = collections.defaultdict(list)
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    tops = {id(m) for _, m in chosen}
+    members: dict[str, list[tuple[str, nn.Parameter]]] = collections.defaultdict(list)
+    modules: dict[str, nn.Module] = {}
+
+    def claim(unit: str, module: nn.Module, prefix: str, recurse: bool) -> None:
+        modules.setdefault(unit, module)
+        for name, param in module.named_parameters(prefix=prefix, recurse=recurse):
+            if unit not in owners[id(param)]:
+                owners[id(param)].append(unit)
+                found.setdefault(id(param), (name, param))
+                members[unit].append((name, param))
+
+    def walk(module: nn.Module, prefix: str) -> None:
+        if id(module) in tops:
+            claim(prefix, module, prefix, recurse=True)
+            return
+        claim(prefix or "model", module, prefix, recurse=False)
+        for name, child in module.named_children():
+            walk(child, f"{prefix}.{name}" if prefix else name)
+
+    walk(model, "")
+    del names
+    units: list[UnitSpec] = []
+    shared: set[int] = set()
+    for unit, params in members.items():
+        own = tuple((n, p) for n, p in params if len(owners[id(p)]) == 1)
+        for name, param in params:
+            if len(owners[id(param)]) > 1 and id(param) not in shared:
+                shared.add(id(param))
+                units.append(UnitSpec(name, None, ((name, param),)))
+        if own:
+            module = modules[unit]
+            leaf = id(module) in tops or not any(True for c in module.children() for _ in c.parameters())
+            units.append(UnitSpec(unit, module if leaf else None, own))
+    return units
+
+
+def _match(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    chosen: dict[str, nn.Module] = {}
+    every = dict(model.named_modules())
+    for pattern in patterns:
+        hits = {n: m for n, m in every.items() if n and fnmatch.fnmatchcase(n, pattern)}
+        if not hits:
+            raise ConfigError(
+                f"swapio.units: {pattern!r} matches no module; names look like {', '.join(list(every)[1:6])}", key="swapio.units", value=pattern
+            )
+        chosen.update(hits)
+    for name in chosen:
+        inner = next((n for n in chosen if n.startswith(name + ".")), None)
+        if inner is not None:
+            raise ConfigError(f"swapio.units: {name!r} contains {inner!r}; a unit cannot lie in another", key="swapio.units", value=inner)
+    return list(chosen.items())
+
+
+def _repeated(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    chosen: list[tuple[str, nn.Module]] = []
+
+    def walk(module: nn.Module, prefix: str) -> None:
+        children = list(module.named_children())
+        counts = collections.Counter(type(c) for _, c in children) if isinstance(module, nn.ModuleList | nn.Sequential) else {}
+        for name, child in children:
+            path = f"{prefix}.{name}" if prefix else name
+            if counts.get(type(child), 0) > 1 and any(True for _ in child.children()):
+                chosen.append((path, child))
+            else:
+                walk(child, path)
+
+    walk(model, "")
+    return chosen

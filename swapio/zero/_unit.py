@@ -1,0 +1,338 @@
+"""One unit: a range of parameters with one record of weights, brought, attached, let go and written as a whole.
+
+[Note: A held unit stays] A view of a weight that somebody holds (`w = p.t()`, a list of `p.data`) must go on showing the weight. So a
+unit is let go only when nobody outside uses its storage; until then it stays attached, costs budget, and is named in the budget's error.
+What autograd saved of a parameter past the hooks is no view: bumping the version at detach makes its use an error instead of NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import xxhash
+from torch import nn
+
+from ..errors import ClosedError, UsageError
+from ..memory import Lease
+from ..spec import round_up
+from ..swap import Place, Record, RecordLease
+from ._away import AwayParameter, WindowParameter, forget, manage, placeholder, raw_grad
+from ._layout import ALIGN_NUMEL, Slot, UnitLayout
+from ._quiet import quiet
+from ._saved import WeightHandle
+
+if TYPE_CHECKING:
+    from ._units import DeviceGrads, UnitSet
+
+__all__ = ["Unit"]
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_use_count = torch._C._storage_Use_Count
+_bump = torch.autograd.graph.increment_version
+
+
+class Unit:
+    """Parameters that move together. Not for users; every method is called under the engine's lock."""
+
+    def __init__(
+        self, zero: UnitSet, name: str, number: int, params: Sequence[tuple[str, nn.Parameter]], groups: Sequence[int | None], record: Record, layout: UnitLayout
+    ) -> None:
+        self.zero = zero
+        self.name = name
+        self.number = number
+        self.names = [n for n, _ in params]
+        self.params = [p for _, p in params]
+        self.groups = groups  # of the optimizer; None: not trained
+        self.layout = layout
+        self.record = record
+        self.device = self.params[0].device
+        self.lease: RecordLease | None = None  # pinned and shown by the parameters
+        self.pins = 0  # windows and ops that need it now
+        self.dirty = False
+        self.stale_masters: set[int] = set()  # parameters the user wrote: their master is the weight itself
+        self.grads: Lease | DeviceGrads | None = None
+        self.has_grad = [False] * len(self.params)
+        self._detach_bumps = 0
+        self._versions: list[int] = []
+        self._hashes: dict[int, int] = {}  # of parameters whose bytes were aliased
+        self._uses = 0
+        self._address = 0
+
+    # --- coming and going ---
+
+    @property
+    def attached(self) -> bool:
+        return self.lease is not None
+
+    def open(self) -> None:
+        """Bring the unit, keep it until the matching `shut`, and let ops on its parameters run plainly."""
+        with self.zero.lock:
+            self.attach()
+            self.pins += 1
+            if self.pins == 1:
+                for param in self.params:
+                    param.__class__ = WindowParameter
+
+    def shut(self) -> None:
+        with self.zero.lock:
+            self.pins -= 1
+            if not self.pins:
+                for param in self.params:
+                    param.__class__ = AwayParameter
+
+    def attach(self) -> None:
+        """Bring the weights and show them in the parameters."""
+        if self.lease is not None:
+            self.zero.used(self)
+            return
+        self.zero.check_open()
+        self.zero.make_room(self)
+        with quiet():
+            adopted = [(i, self._adopt(i)) for i in self._foreign(placeholder_is_ours=True)]
+            lease = self.zero.pin(self.record, Place.DEVICE)
+            raw = lease.raw
+            for index, data in adopted:
+                self.layout_view(raw, index).copy_(data)
+            self._show(raw)
+            self.stale_masters.update(i for i, _ in adopted)
+            self.dirty = bool(adopted)
+        self.lease = lease
+        self.zero.attached(self)
+
+    def _show(self, raw: torch.Tensor) -> None:
+        for slot, param in zip(self.layout.slots, self.params, strict=True):
+            _SET_DATA(param, self.layout_view(raw, slot.index))
+        self._versions = [p._version for p in self.params]
+        self._address = raw.untyped_storage().data_ptr()
+        self._uses = _use_count(raw.untyped_storage()._cdata)
+        self.zero.saved.units[self._address] = self
+
+    def layout_view(self, raw: torch.Tensor, index: int) -> torch.Tensor:
+        """The parameter `index` in `raw`, uint8 `[unit nbytes]`."""
+        slot = self.layout.slots[index]
+        return _slot_view(raw, slot, slot.offset)
+
+    def held(self) -> bool:
+        """Whether somebody outside uses the storage of an attached unit."""
+        if self.lease is None:
+            return False
+        return bool(_use_count(self.lease.raw.untyped_storage()._cdata) > self._uses - len(self._foreign()))
+
+    def detach(self) -> bool:
+        """Let the weights go; False when they are in use or held."""
+        lease = self.lease
+        if lease is None:
+            return True
+        with quiet():
+            if self.pins or self.held():
+                return False
+            self.find_writes()
+            for index in self._foreign():
+                data = self._adopt(index)
+                self.layout_view(lease.raw, index).copy_(data)
+                self.stale_masters.add(index)
+                self.dirty = True
+            for slot, param in zip(self.layout.slots, self.params, strict=True):
+                _bump(param)
+                _SET_DATA(param, placeholder(slot.dtype, self.device, slot.shape))
+        self._detach_bumps += 1
+        self._hashes.clear()
+        del self.zero.saved.units[self._address]
+        if self.dirty:
+            lease.mark_dirty()
+            self.dirty = False
+        self.lease = None
+        lease.release()
+        self.zero.detached(self)
+        return True
+
+    def rebuild(self, handle: WeightHandle) -> torch.Tensor:
+        """The view that `handle` stands for; brings the unit."""
+        with self.zero.lock, quiet():
+            if self.version(handle.index) != handle.version:
+                raise RuntimeError(
+                    f"one of the variables needed for gradient computation has been modified by an inplace operation: {self.names[handle.index]!r} "
+                    f"is at version {self.version(handle.index)}; expected version {handle.version} instead"
+                )
+            self.attach()
+            if self.lease is None:
+                raise RuntimeError(f"{self.name!r} went away while it was brought")
+            raw = self.lease.raw
+            usable = raw.numel() // handle.dtype.itemsize * handle.dtype.itemsize
+            return raw[:usable].view(handle.dtype).as_strided(handle.shape, handle.stride, handle.storage_offset)
+
+    def version(self, index: int) -> int:
+        """The parameter's version counter, less what coming and going added."""
+        return self.params[index]._version - self._detach_bumps
+
+    # --- what the user does to the parameters ---
+
+    def watch(self, index: int) -> None:
+        """An alias of the parameter's bytes is handed out: remember what they are now."""
+        with self.zero.lock, quiet():
+            if self.lease is not None and index not in self._hashes:
+                self._hashes[index] = self._hash(index)
+
+    def _hash(self, index: int) -> int:
+        if self.lease is None:
+            raise RuntimeError("only the bytes of an attached unit can be hashed")
+        slot = self.layout.slots[index]
+        raw = self.lease.raw[slot.offset : slot.offset + slot.span * slot.dtype.itemsize]
+        return xxhash.xxh3_64_intdigest(raw.cpu().numpy())
+
+    def find_writes(self) -> None:
+        """Notice what the user wrote into an attached unit since the last look."""
+        for index, param in enumerate(self.params):
+            if param._version != self._versions[index]:
+                self._versions[index] = param._version
+                self.stale_masters.add(index)
+                self.dirty = True
+        for index, before in self._hashes.items():
+            if self._hash(index) != before:
+                self.stale_masters.add(index)
+                self.dirty = True
+
+    def weights_stepped(self, indices: Sequence[int]) -> None:
+        """The optimizer changed these weights of an attached unit: no user's write, but a new version for autograd."""
+        with quiet():
+            for index in indices:
+                _bump(self.params[index])
+                self._versions[index] = self.params[index]._version
+            for index in self._hashes:
+                self._hashes[index] = self._hash(index)
+
+    def weights_changed_away(self, indices: Sequence[int]) -> None:
+        """The same for a unit that is away."""
+        with quiet():
+            for index in indices:
+                _bump(self.params[index])
+
+    def _foreign(self, *, placeholder_is_ours: bool = False) -> list[int]:
+        """Parameters whose data the user replaced (`p.data = x`, `.to()`)."""
+        foreign = []
+        for slot, param in zip(self.layout.slots, self.params, strict=True):
+            if placeholder_is_ours:
+                ours = placeholder(slot.dtype, self.device, slot.shape).untyped_storage().data_ptr()
+            else:
+                ours = self._address
+            with torch._C.DisableTorchFunctionSubclass():
+                if param.untyped_storage().data_ptr() != ours and param.numel():
+                    foreign.append(slot.index)
+        return foreign
+
+    def _adopt(self, index: int) -> torch.Tensor:
+        slot = self.layout.slots[index]
+        with torch._C.DisableTorchFunctionSubclass():
+            data = torch.Tensor.detach(self.params[index])
+        if data.dtype != slot.dtype or tuple(data.shape) != slot.shape or data.device != self.device:
+            raise UsageError(
+                f"{self.names[index]!r} became {data.dtype} {tuple(data.shape)} on {data.device}; it is managed as {slot.dtype} {slot.shape} on "
+                f"{self.device}. Convert or resize the model before swapio.initialize, or close the engine and initialize again"
+            )
+        return data
+
+    def read(self, index: int) -> torch.Tensor:
+        """A copy of a parameter's current value, in memory of its own."""
+        with self.zero.lock:
+            self.open()
+            try:
+                with quiet():
+                    if self.lease is None:
+                        raise RuntimeError(f"{self.name!r} went away while it was read")
+                    return self.layout_view(self.lease.raw, index).clone()
+            finally:
+                self.shut()
+
+    # --- gradients ---
+
+    def take_grad(self, index: int) -> None:
+        """Move what autograd accumulated in `.grad` into the unit's gradient buffer."""
+        grad = raw_grad(self.params[index], clear=True)
+        if grad is None or not self.layout.slots[index].trained:
+            return
+        with self.zero.lock, quiet():
+            self.add_grad(index, grad)
+
+    def add_grad(self, index: int, grad: torch.Tensor) -> None:
+        if grad.layout is not torch.strided:
+            raise UsageError(f"{self.names[index]!r} has a {grad.layout} gradient; use dense gradients (for an embedding: sparse=False)")
+        view = self._grad_view(index)
+        self.zero.store_grad(view, grad, add=self.has_grad[index])
+        self.has_grad[index] = True
+
+    def _grad_view(self, index: int) -> torch.Tensor:
+        if self.grads is None:
+            self.grads = self.zero.grad_lease(self)
+            for each in self.layout.slots:  # what lies between parameters is stepped with them
+                if each.trained:
+                    start = self.layout.segments[each.segment].grad_offset + each.start * each.dtype.itemsize
+                    padding = slice(start + each.span * each.dtype.itemsize, start + round_up(each.span, ALIGN_NUMEL) * each.dtype.itemsize)
+                    self.grads.tensor[padding].zero_()
+        slot = self.layout.slots[index]
+        segment = self.layout.segments[slot.segment]
+        return _slot_view(self.grads.tensor, slot, segment.grad_offset + slot.start * slot.dtype.itemsize)
+
+    def get_grad(self, index: int) -> torch.Tensor | None:
+        """`.grad` as the user sees it: a view of the gradient buffer (a copy of it where that lies on another device)."""
+        with self.zero.lock, quiet():
+            if not self.has_grad[index]:
+                return raw_grad(self.params[index])
+            self.zero.grads_landed()
+            return self._grad_view(index).to(self.device)
+
+    def set_grad(self, index: int, value: torch.Tensor | None) -> None:
+        with self.zero.lock, quiet():
+            if value is None:
+                self.has_grad[index] = False
+                if not any(self.has_grad):
+                    self.drop_grads()
+                return
+            slot = self.layout.slots[index]
+            if tuple(value.shape) != slot.shape or value.dtype != slot.dtype:
+                raise UsageError(f"{self.names[index]!r} has shape {slot.shape} and dtype {slot.dtype}; its gradient cannot be {tuple(value.shape)} {value.dtype}")
+            if not slot.trained:
+                raise UsageError(f"{self.names[index]!r} is not trained; pass it to the optimizer before swapio.initialize")
+            self.has_grad[index] = False
+            self.add_grad(index, value)
+
+    def drop_grads(self) -> None:
+        if self.grads is not None:
+            self.zero.end_grads(self.grads)
+            self.grads = None
+        self.has_grad = [False] * len(self.params)
+
+    # --- the end ---
+
+    def restore(self, *, with_data: bool) -> None:
+        """Make the parameters ordinary again; without data they stay away and their use raises."""
+        if not with_data:
+            return
+        self.open()
+        try:
+            with quiet():
+                for index, param in enumerate(self.params):
+                    if self.lease is None:
+                        raise ClosedError("the engine was closed")
+                    _SET_DATA(param, self.layout_view(self.lease.raw, index).clone())
+                    param.__class__ = nn.Parameter
+                    forget(param)
+        finally:
+            self.pins = 0
+            if self.lease is not None:
+                self.zero.saved.units.pop(self._address, None)
+                self.lease.release()
+                self.lease = None
+
+    def manage(self) -> None:
+        """Take over parameters whose values are in the record."""
+        for index, (slot, param) in enumerate(zip(self.layout.slots, self.params, strict=True)):
+            manage(param, self, index)
+            _SET_DATA(param, placeholder(slot.dtype, self.device, slot.shape))
+            param.__class__ = AwayParameter
+
+
+def _slot_view(raw: torch.Tensor, slot: Slot, offset: int) -> torch.Tensor:
+    flat = raw[offset : offset + slot.span * slot.dtype.itemsize].view(slot.dtype)
+    return flat.as_strided(slot.shape, slot.stride)
