@@ -1,0 +1,53 @@
+import pytest
+import torch
+
+from swapio.optim import CHUNK_MULTIPLE, chunk_layout, from_torch
+
+SPECS = {
+    "adamw": from_torch(torch.optim.AdamW([torch.zeros(1)]))[0],
+    "amsgrad": from_torch(torch.optim.AdamW([torch.zeros(1)], amsgrad=True))[0],
+    "momentum": from_torch(torch.optim.SGD([torch.zeros(1)], momentum=0.9))[0],
+    "sgd": from_torch(torch.optim.SGD([torch.zeros(1)]))[0],
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("numel", [0, 1, 1023, 1024, 1025, 2048, 10007])
+def test_parts_are_aligned_and_disjoint(name: str, dtype: torch.dtype, numel: int) -> None:
+    spec = SPECS[name]
+    layout = chunk_layout(spec, numel, dtype)
+    assert layout.nbytes % 4096 == layout.head_nbytes % 4096 == 0
+    buffer = torch.zeros(layout.nbytes + 4096, dtype=torch.uint8)
+    views = layout.views(buffer)
+    assert tuple(views.fields) == spec.fields
+    assert (views.lo is not None) == (dtype == torch.bfloat16)
+    parts = [*([] if views.lo is None else [views.lo]), *views.fields.values()]
+    for index, part in enumerate(parts):
+        assert part.shape == (numel,)
+        assert numel == 0 or (part.data_ptr() - buffer.data_ptr()) % 4096 == 0
+        part.fill_(index + 1)
+    for index, part in enumerate(parts):
+        assert (part == index + 1).all()
+    assert not buffer[layout.nbytes :].any()
+    if numel and views.fields:
+        assert next(iter(views.fields.values())).data_ptr() == buffer.data_ptr() + layout.head_nbytes
+
+
+def test_no_padding_at_the_chunk_multiple() -> None:
+    layout = chunk_layout(SPECS["adamw"], 3 * CHUNK_MULTIPLE, torch.bfloat16)
+    assert (layout.head_nbytes, layout.nbytes) == (2 * 3 * CHUNK_MULTIPLE, 10 * 3 * CHUNK_MULTIPLE)
+    assert chunk_layout(SPECS["adamw"], CHUNK_MULTIPLE, torch.float32).nbytes == 8 * CHUNK_MULTIPLE
+    assert chunk_layout(SPECS["sgd"], CHUNK_MULTIPLE, torch.float32).nbytes == 0
+
+
+def test_misuse() -> None:
+    layout = chunk_layout(SPECS["adamw"], 100, torch.float32)
+    with pytest.raises(ValueError, match="8192 uint8, got 8191"):
+        layout.views(torch.zeros(8191, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="int16"):
+        layout.views(torch.zeros(8192, dtype=torch.int16))
+    with pytest.raises(ValueError, match="float16"):
+        chunk_layout(SPECS["adamw"], 100, torch.float16)
+    with pytest.raises(ValueError, match="negative"):
+        chunk_layout(SPECS["adamw"], -1, torch.float32)

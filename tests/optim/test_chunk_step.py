@@ -1,0 +1,199 @@
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from swapio.optim import ChunkStepper, ChunkViews, OptimizerSpec, StepRange, chunk_layout, from_torch, merge_, round_bf16, split_
+
+NUMEL = 5 * 2048 + 7 * 64
+OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.AdamW, {"lr": 0.01}),
+    (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1}),
+]
+
+
+class Reference:
+    """The plain loop: one fp32 master per range, `torch.optim` with `fused=True`, weights rounded from the masters."""
+
+    def __init__(self, make: type[torch.optim.Optimizer], options: dict[str, Any], master: torch.Tensor, *, seed: int) -> None:
+        rng = random.Random(seed)
+        cuts = sorted(rng.sample(range(0, NUMEL + 1, 64), 13))
+        spans = list(itertools.pairwise(cuts))
+        self.spans = spans[:5] + spans[6:]  # a gap; the ends are left out too, nearly always
+        self.parameters = [torch.nn.Parameter(master[a:b].clone()) for a, b in self.spans]
+        self.group_of = [rng.randrange(3) for _ in self.spans]
+        groups = [{"params": [p for p, g in zip(self.parameters, self.group_of, strict=True) if g == i]} for i in range(3)]
+        for group, decay in zip(groups, (0.0, 0.1, 0.3), strict=True):
+            group["weight_decay"] = decay  # type: ignore[assignment]
+        self.optimizer = make(groups, fused=True, **options)  # type: ignore[call-arg]
+        self.spec: OptimizerSpec = from_torch(self.optimizer)[0]
+        self.steps = [0] * len(self.spans)
+        self.unused = [rng.sample(range(len(self.spans)), 2) for _ in range(5)]
+
+    def step(self, index: int, grads: torch.Tensor) -> list[StepRange]:
+        """One step in which two of the parameters are unused; returns the ranges of the others."""
+        ranges = []
+        self.optimizer.param_groups[0]["lr"] *= 0.5
+        for i, (parameter, (start, stop)) in enumerate(zip(self.parameters, self.spans, strict=True)):
+            parameter.grad = None
+            if i not in self.unused[index]:
+                self.steps[i] += 1
+                parameter.grad = grads[start:stop].clone()
+                ranges.append(StepRange(start, stop, self.optimizer.param_groups[self.group_of[i]], self.steps[i]))
+        # One parameter at a time: SGD tells a first step from the others by the whole list.
+        kept = [p.grad for p in self.parameters]
+        for i, parameter in enumerate(self.parameters):
+            for other in self.parameters:
+                other.grad = None
+            if kept[i] is not None:
+                parameter.grad = kept[i]
+                self.optimizer.step()
+        return ranges
+
+
+def chunks_of(spec: OptimizerSpec, dtype: torch.dtype, chunk_numel: int) -> list[tuple[int, ChunkViews]]:
+    layouts = [(start, chunk_layout(spec, min(chunk_numel, NUMEL - start), dtype)) for start in range(0, NUMEL, chunk_numel)]
+    return [(start, layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))) for start, layout in layouts]
+
+
+def cut(ranges: list[StepRange], start: int, stop: int) -> list[StepRange]:
+    return [
+        r._replace(start=max(r.start, start) - start, stop=min(r.stop, stop) - start) for r in ranges if r.start < stop and r.stop > start
+    ]
+
+
+@pytest.mark.parametrize(("make", "options"), OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype"), [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
+@pytest.mark.parametrize(("chunk_numel", "block_numel"), [(NUMEL, 1 << 18), (2048, 64), (4096, 1344)])
+def test_same_bits_as_the_plain_loop(
+    make: type[torch.optim.Optimizer],
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    chunk_numel: int,
+    block_numel: int,
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    master = torch.randn(NUMEL, generator=generator)
+    reference = Reference(make, options, master, seed=chunk_numel)
+    weights = round_bf16(master) if dtype == torch.bfloat16 else master.clone()
+    chunks = chunks_of(reference.spec, dtype, chunk_numel)
+    for start, views in chunks:
+        if views.lo is not None:
+            part = slice(start, start + views.lo.numel())
+            split_(master[part], weights[part], views.lo)
+    initial = weights.clone()
+    stepper = ChunkStepper(reference.spec, block_numel=block_numel)
+    for index in range(5):
+        grads = torch.randn(NUMEL, generator=generator).to(grad_dtype)
+        given = grads.clone()
+        ranges = reference.step(index, grads.float())
+        for start, views in chunks:
+            part = slice(start, min(start + chunk_numel, NUMEL))
+            stepper.step(weights[part], grads[part], views, cut(ranges, part.start, part.stop))
+        assert torch.equal(grads, given)
+
+    result = weights.clone() if dtype == torch.float32 else torch.empty(NUMEL)
+    if dtype == torch.bfloat16:
+        for start, views in chunks:
+            assert views.lo is not None
+            part = slice(start, start + views.lo.numel())
+            merge_(weights[part], views.lo, result[part])
+    fields = {name: torch.cat([views.fields[name] for _, views in chunks]) for name in reference.spec.fields}
+    outside = torch.ones(NUMEL, dtype=torch.bool)
+    for (start, stop), parameter in zip(reference.spans, reference.parameters, strict=True):
+        outside[start:stop] = False
+        expected = parameter.detach()
+        assert torch.equal(result[start:stop], expected)
+        if dtype == torch.bfloat16:
+            assert torch.equal(weights[start:stop], round_bf16(expected))
+        for name, field in fields.items():
+            assert torch.equal(field[start:stop], reference.optimizer.state[parameter][name])
+    assert outside.any()
+    assert torch.equal(weights[outside], initial[outside])
+    assert torch.equal(result[outside], master[outside])
+    assert not any(field[outside].any() for field in fields.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_outside_keeps_garbage_to_the_bit(dtype: torch.dtype) -> None:
+    spec, _ = from_torch(torch.optim.AdamW([torch.zeros(1)]))
+    layout = chunk_layout(spec, 2048, dtype)
+    buffer = torch.randint(0, 256, (layout.nbytes,), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    raw = torch.full((2048 * dtype.itemsize,), 0xFF, dtype=torch.uint8)  # NaN
+    weights, views = raw.view(dtype), layout.views(buffer)
+    raw_before, buffer_before = raw.clone(), buffer.clone()
+    for tensor in (weights, *views.fields.values()):
+        tensor[640:704] = 0
+    ChunkStepper(spec).step(weights, torch.ones(2048, dtype=dtype), views, [StepRange(640, 704, spec.groups[0], 1)])
+    inside = torch.zeros(2048, dtype=torch.bool)
+    inside[640:704] = True
+    assert not weights[inside].isnan().any()
+    assert torch.equal(weights[~inside].view(torch.uint8), raw_before.view(dtype)[~inside].view(torch.uint8))
+    garbage = layout.views(buffer_before)
+    parts = [(views.fields[name], garbage.fields[name]) for name in spec.fields]
+    if views.lo is not None and garbage.lo is not None:
+        parts.append((views.lo, garbage.lo))
+    for part, before in parts:
+        assert torch.equal(part[~inside].view(torch.uint8), before[~inside].view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numel", [0, 1, 63, 1009])
+def test_small_chunks_and_tails(dtype: torch.dtype, numel: int) -> None:
+    spec, _ = from_torch(torch.optim.AdamW([torch.zeros(1)]))
+    layout = chunk_layout(spec, numel, dtype)
+    views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
+    weights = torch.ones(numel, dtype=dtype)
+    ChunkStepper(spec, block_numel=64).step(weights, torch.ones(numel, dtype=dtype), views, [StepRange(0, numel, spec.groups[0], 1)])
+    parameter = torch.nn.Parameter(torch.ones(numel))
+    parameter.grad = torch.ones(numel)
+    torch.optim.AdamW([parameter], fused=True).step()
+    assert torch.equal(weights, parameter.detach() if dtype == torch.float32 else round_bf16(parameter.detach()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scale_and_factor_act_on_a_copy_of_the_gradient(dtype: torch.dtype) -> None:
+    spec, _ = from_torch(torch.optim.SGD([torch.zeros(1)], lr=1.0))
+    views = chunk_layout(spec, 128, dtype).views(torch.zeros(4096, dtype=torch.uint8))
+    weights, grads = torch.zeros(128, dtype=dtype), torch.full((128,), 6.0, dtype=dtype)
+    ChunkStepper(spec).step(weights, grads, views, [StepRange(0, 128, spec.groups[0], 1)], grad_scale=4.0, grad_factor=0.5)
+    assert (weights == -0.75).all()
+    assert (grads == 6.0).all()
+
+
+def test_misuse_changes_nothing() -> None:
+    spec, _ = from_torch(torch.optim.AdamW([torch.zeros(1)]))
+    views = chunk_layout(spec, 2048, torch.float32).views(torch.zeros(16384, dtype=torch.uint8))
+    weights, grads, group = torch.ones(2048), torch.ones(2048), spec.groups[0]
+    stepper = ChunkStepper(spec)
+    good = StepRange(0, 128, group, 1)
+    for bad in ((64, 192), (130, 192), (128, 200), (192, 128), (128, 2112)):
+        with pytest.raises(ValueError, match="must start at 128 or later"):
+            stepper.step(weights, grads, views, [good, StepRange(*bad, group, 1)])
+    with pytest.raises(ValueError, match="without lower halves"):
+        stepper.step(weights.bfloat16(), grads.bfloat16(), views, [good])
+    with pytest.raises(ValueError, match="1024 gradients"):
+        stepper.step(weights, grads[:1024], views, [good])
+    with pytest.raises(ValueError, match="float16"):
+        stepper.step(weights.half(), grads, views, [good])
+    with pytest.raises(ValueError, match=r"gradients of torch\.float32"):
+        stepper.step(weights, grads.bfloat16(), views, [good])
+    with pytest.raises(ValueError, match="multiple of 64"):
+        ChunkStepper(spec, block_numel=100)
+    assert (weights == 1).all()
+
+
+def test_no_graph_is_recorded() -> None:
+    spec, _ = from_torch(torch.optim.AdamW([torch.zeros(1)]))
+    views = chunk_layout(spec, 64, torch.float32).views(torch.zeros(8192, dtype=torch.uint8))
+    weights = torch.ones(64, requires_grad=True)
+    ChunkStepper(spec).step(weights, torch.ones(64), views, [StepRange(0, 64, spec.groups[0], 1)])
+    assert weights.is_leaf
+    assert (weights != 1).all()
