@@ -120,7 +120,6 @@ class Engine(nn.Module):
                     self.skipped_steps += 1
                     logger.warning("step skipped: the gradient of %r is not finite (%d steps skipped so far)", bad, self.skipped_steps)
                     self._zero_grad()
-                self.zero.sequence_ends()
         except SwapioError:
             self._failed = True
             raise

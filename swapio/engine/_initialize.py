@@ -188,6 +188,7 @@ def _engine(
         if unit_spec.module is not None:
             zero.add_window(unit_spec.module, unit)
         zero.hook_gradients(unit)
+    zero.leave_room_for_gradients()
     zero.serve_state_dict(model)
     device = manager.device.torch_device
     for module in model.modules():

@@ -348,6 +348,18 @@ class SwapManager:
 
         transfer.add_done_callback(undo)
 
+    def cost(self, record: Record) -> int:
+        """Bytes of the budget that a copy of `record` takes in host memory."""
+        return self.arena.block_nbytes(record.nbytes)
+
+    def spare_nbytes(self, place: Place) -> int | None:
+        """What is left for records in `place` beside scratch and headroom; None: no limit."""
+        if place is Place.DEVICE:
+            return self.mover.device_capacity
+        capacity = self.arena.capacity
+        scratch = sum(self.arena.block_nbytes(lease.nbytes) for _, lease in list(self.mover.scratch.values()))
+        return None if capacity is None else capacity - self.mover.headroom - scratch
+
     def lease(self, name: str, nbytes: int, owner: object) -> Lease:
         """Host memory of no record, uint8 `[nbytes]`, inside the budget. Give it back with `end_lease`."""
         self._check()

@@ -50,6 +50,7 @@ class Mover:
         self.scratch: dict[int, tuple[object, Lease]] = {}  # leases of no record: id -> (owner, lease)
         self.on_event: Callable[[str, str], None] | None = None  # ("read", key), ... for tests and traces
         self.counters: collections.Counter[str] = collections.Counter()
+        self.headroom = 0  # bytes of host memory that prefetches leave free
         self.nvme_nbytes = 0  # sum over records at home on NVMe
         self.device_nbytes = 0
         self.clock = itertools.count(1)
@@ -437,10 +438,10 @@ class Mover:
                     raise ClosedError("the swap manager was closed while this was pending")
                 woken: asyncio.Future[None] = self.loop.create_future()
                 self._sleepers.append(woken)  # before looking: a release in between must not be missed
-                taken = self._take(place, name, nbytes)
+                taken = self._take(place, name, nbytes) if demand or self._has_spare(place, cost) else None
                 if taken is not None:
                     return taken
-                if self._reclaim(place, cost, demand):
+                if self._reclaim(place, cost, self.records.get(name), demand):
                     continue
                 hope = self._active > 0 or (demand and self._others_hold(owner))
                 if not hope:
@@ -465,17 +466,26 @@ class Mover:
                 if not self._waiting[owner]:
                     del self._waiting[owner]
 
-    def _reclaim(self, place: Place, cost: int, demand: bool) -> bool:
-        """Drop unused copies, the longest unused first, until `cost` bytes came back; write back dirty ones if that is not enough."""
+    def _has_spare(self, place: Place, cost: int) -> bool:
+        """Whether a prefetch may take `cost` bytes: what is about to be demanded (`headroom`) must stay free."""
+        capacity = self.arena.capacity
+        return place is Place.DEVICE or capacity is None or self.arena.leased_nbytes + cost + self.headroom <= capacity
+
+    def _reclaim(self, place: Place, cost: int, wanted: Record | None, demand: bool) -> bool:
+        """Drop unused copies, what is expected last first, until `cost` bytes came back; write back dirty ones if that is not enough.
+
+        For a prefetch, only what is expected later than itself, or what was used since it was prefetched.
+        """
         freed = 0
         waiting_for = 0
-        # what was prefetched and not used yet goes last, and never for another prefetch
-        order = sorted(self._resident[place - 1], key=lambda r: (r.prefetched, r.last_use))
+        order = sorted(self._resident[place - 1], key=lambda r: r.distance, reverse=True)
+        if not demand and wanted is not None:
+            known = wanted.next_use is not None
+            order = [r for r in order if (r.distance > wanted.distance if known else not r.prefetched)]
         for record in order:
             if freed >= cost:
                 break
-            if demand or not record.prefetched:
-                freed += self._drop(record, place)
+            freed += self._drop(record, place)
         if freed:
             return True
         for record in order:

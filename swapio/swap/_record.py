@@ -122,7 +122,7 @@ class Record:
 
     __slots__ = (
         "busy", "content_nbytes", "current", "device", "error", "extent", "generation", "home", "host", "key", "last_use", "lock",
-        "movement", "nbytes", "pins", "prefetched", "removed", "since", "spec", "stored_nbytes",
+        "movement", "nbytes", "next_use", "pins", "prefetched", "removed", "since", "spec", "stored_nbytes",
     )  # fmt: skip
 
     def __init__(self, key: str, nbytes: int, home: Place, spec: TensorSpec, extent: Extent | None, busy: Any) -> None:
@@ -142,6 +142,7 @@ class Record:
         self.pins: list[tuple[Place, object]] = []  # (place, owner)
         self.generation = 0
         self.last_use = 0
+        self.next_use: int | None = None  # when it is expected again, on the clock of whoever knows
         self.prefetched = False  # brought ahead of its use, not used yet
         self.removed = False
         self.error: BaseException | None = None  # why the last write-back failed
@@ -174,6 +175,11 @@ class Record:
             yield
         finally:
             self.movement = None
+
+    @property
+    def distance(self) -> int:
+        """Larger: expected later, so better to drop. Who gives no expectation is dropped first, the longest unused before."""
+        return self.next_use if self.next_use is not None else (1 << 60) - self.last_use
 
     def pinned(self, place: Place) -> bool:
         return any(p is place for p, _ in self.pins)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from ..optim import ChunkLayout, ChunkStepper, Group, OptimizerSpec, StepRange, chunk_layout, first_nonfinite, split_
-from ..swap import Place, Record, SwapManager
+from ..swap import Place, Record
 from ._layout import ALIGN_NUMEL, UnitLayout
 from ._quiet import quiet
 from ._unit import Unit
@@ -21,8 +21,6 @@ logger = logging.getLogger("swapio")
 
 CHUNK_NUMEL = 1 << 20
 """Elements whose state moves in one piece: 10 MiB with a split master and two moments."""
-
-_LOOKAHEAD = 2  # chunks prefetched beyond the one being stepped
 
 
 def chunk_layouts(layout: UnitLayout, spec: OptimizerSpec, chunk_numel: int) -> Iterator[tuple[int, int, ChunkLayout]]:
@@ -106,15 +104,25 @@ class ChunkedStep:
         zero = self.zero
         zero.detach_idle()  # their memory is needed for staging
         zero.grads_landed()
+        zero.leave_room_for_gradients(stepping=True)
+        try:
+            self._step_units(groups)
+        finally:
+            zero.leave_room_for_gradients()
+
+    def _step_units(self, groups: Sequence[Group]) -> None:
+        zero = self.zero
         with quiet():
             work = [u for u in zero.units if any(u.has_grad) and self._chunks.get(u)]
-            order: list[Record] = [r for u in work for r in (u.record, *(c.record for c in self._chunks[u]))]
-            ahead = _Ahead(zero.manager, order, zero.step_place)
+            if zero.schedule is not None:
+                zero.schedule.announce([(r, zero.step_place) for u in work for r in (u.record, *(c.record for c in self._chunks[u]))])
             for unit in work:
-                self._step_unit(unit, groups, ahead)
+                self._step_unit(unit, groups)
                 unit.drop_grads()
+            if zero.schedule is not None:
+                zero.schedule.end_turn()
 
-    def _step_unit(self, unit: Unit, groups: Sequence[Group], ahead: _Ahead) -> None:
+    def _step_unit(self, unit: Unit, groups: Sequence[Group]) -> None:
         zero = self.zero
         if unit.attached:
             unit.find_writes()
@@ -124,12 +132,12 @@ class ChunkedStep:
             counts[index] += 1
         if unit.grads is None:
             raise RuntimeError(f"{unit.name!r} has gradients but no buffer for them")
-        ahead.reached(unit.record)
+        self._used(unit.record)
         with zero.pin(unit.record, zero.step_place) as weights:
             for chunk in self._chunks[unit]:
                 ranges = list(self._ranges(unit, chunk, groups))
                 stale = [p for p in _pieces(unit, chunk) if p[0] in unit.stale_masters] if chunk.layout.split else []
-                ahead.reached(chunk.record)
+                self._used(chunk.record)
                 if not ranges and not stale:
                     continue
                 with zero.pin(chunk.record, zero.step_place) as lease:
@@ -148,6 +156,10 @@ class ChunkedStep:
         else:
             unit.weights_changed_away(stepped)
 
+    def _used(self, record: Record) -> None:
+        if self.zero.schedule is not None:
+            self.zero.schedule.used(record, self.zero.step_place)
+
     def _ranges(self, unit: Unit, chunk: _Chunk, groups: Sequence[Group]) -> Iterator[StepRange]:
         for index, begin, end, _ in _pieces(unit, chunk):
             group = unit.groups[index]
@@ -162,22 +174,6 @@ class ChunkedStep:
         itemsize = segment.dtype.itemsize
         begin = segment.grad_offset + chunk.start * itemsize
         return unit.grads.tensor[begin : begin + chunk.layout.numel * itemsize].view(segment.dtype)
-
-
-class _Ahead:
-    """Prefetches the next records of a known order."""
-
-    def __init__(self, manager: SwapManager, order: list[Record], place: Place) -> None:
-        self._manager = manager
-        self._order = order
-        self._place = manager.place(place)
-        self._index = {id(r): i for i, r in enumerate(order)}
-
-    def reached(self, record: Record) -> None:
-        at = self._index[id(record)]
-        ahead = [r for r in self._order[at + 1 : at + 1 + _LOOKAHEAD] if not r.current[self._place]]
-        if ahead:
-            self._manager.prefetch_records(ahead, place=self._place)
 
 
 def _pieces(unit: Unit, chunk: _Chunk) -> Iterator[tuple[int, int, int, int]]:

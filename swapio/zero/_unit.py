@@ -265,6 +265,7 @@ class Unit:
     def _grad_view(self, index: int) -> torch.Tensor:
         if self.grads is None:
             self.grads = self.zero.grad_lease(self)
+            self.zero.leave_room_for_gradients()
             for each in self.layout.slots:  # what lies between parameters is stepped with them
                 if each.trained:
                     start = self.layout.segments[each.segment].grad_offset + each.start * each.dtype.itemsize

@@ -13,11 +13,10 @@ from ..errors import BudgetError, ClosedError
 from ..memory import Event, Lease
 from ..swap import Place, Record, RecordLease, SwapManager
 from ._saved import SavedTensors
+from ._schedule import Schedule
 from ._unit import Unit
 
 __all__ = ["DeviceGrads", "UnitSet"]
-
-_LOOKAHEAD = 2  # units prefetched beyond the one in use
 
 
 class DeviceGrads:
@@ -49,9 +48,8 @@ class UnitSet:
         self._windows: list[tuple[Unit, bool]] = []
         self._handles: list[Any] = []
         self._landing: list[Event] = []
-        self._sequence: list[Unit] = []  # units in the order they were needed, since the last step
-        self._expected: list[Unit] = []  # the same of the step before
-        self._position = 0
+        self._last: Unit | None = None
+        self.schedule = None if keep_attached else Schedule(manager)
 
     # --- called by units ---
 
@@ -78,7 +76,7 @@ class UnitSet:
 
     def used(self, unit: Unit) -> None:
         """An attached unit was needed again."""
-        if self._sequence and self._sequence[-1] is not unit:
+        if self._last is not unit:
             self._note(unit)
 
     def attached(self, unit: Unit) -> None:
@@ -89,29 +87,23 @@ class UnitSet:
         self._attached.pop(unit, None)
 
     def _note(self, unit: Unit) -> None:
-        """Record the order of use and prefetch what came next the last time. Advice only: a wrong guess costs time."""
-        if self.keep_attached:
-            return
-        self._sequence.append(unit)
-        expected = self._expected
-        if self._position >= len(expected) or expected[self._position] is not unit:
-            later = next((i for i in range(self._position + 1, len(expected)) if expected[i] is unit), None)
-            if later is None:
-                return
-            self._position = later
-        self._position += 1
-        ahead = [u.record for u in expected[self._position : self._position + _LOOKAHEAD] if not u.attached]
-        missing = [r for r in ahead if not r.current[self.manager.place(Place.DEVICE)]]
-        if missing:
-            self.manager.prefetch_records(missing)
-
-    def sequence_ends(self) -> None:
-        """A step is over: its order is the guess for the next one."""
-        if self._sequence:
-            self._expected, self._sequence = self._sequence, []
-        self._position = 0
+        self._last = unit
+        if self.schedule is not None:
+            self.schedule.used(unit.record, Place.DEVICE)
 
     # --- gradients ---
+
+    def leave_room_for_gradients(self, *, stepping: bool = False) -> None:
+        """Keep prefetches from taking what gradients will need before the prefetched bytes are used.
+
+        In backward that is all gradients still to come; before, the largest; while the optimizer steps, nothing.
+        """
+        if self.step_place is Place.DEVICE:
+            return
+        blocks = {u: self.manager.arena.block_nbytes(u.layout.grad_nbytes) for u in self.units if u.layout.grad_nbytes}
+        coming = [nbytes for u, nbytes in blocks.items() if u.grads is None]
+        in_backward = len(coming) < len(blocks)
+        self.manager.mover.headroom = 0 if stepping else sum(coming) if in_backward else max(coming, default=0)
 
     def grad_lease(self, unit: Unit) -> Lease | DeviceGrads:
         nbytes = unit.layout.grad_nbytes
