@@ -59,6 +59,7 @@ class Mover:
         self._waiting: collections.Counter[object] = collections.Counter()  # owners that wait in _space
         self._active = 0  # movements that will free or deliver something without anybody's help
         self._closing = False
+        self._uploads: collections.deque[Event] = collections.deque(maxlen=64)  # that may still hold their host copy
         self.failures: collections.deque[SwapioError] = collections.deque()  # of write-backs, not yet raised to anybody
         self._tasks: set[asyncio.Future[Any]] = set()
         self.loop = asyncio.new_event_loop()
@@ -306,6 +307,7 @@ class Mover:
             raise RuntimeError(f"{record.key!r}: nothing to upload")
         with record.moving(Residency.UPLOADING):
             copy.arrived = self.device.upload(record.host.tensor[: record.nbytes], copy.tensor, after=self.device.record())
+            self._uploads.append(copy.arrived)
             self._event("upload", record)
         with record.lock:
             record.device = copy
@@ -444,6 +446,9 @@ class Mover:
                 if self._reclaim(place, cost, self.records.get(name), demand):
                     continue
                 hope = self._active > 0 or (demand and self._others_hold(owner))
+                if not hope and (landing := self._next_upload()) is not None:
+                    await self._landed(landing)  # its host copy is held only by the copying
+                    continue
                 if not hope:
                     if not demand:
                         return None
@@ -465,6 +470,13 @@ class Mover:
                 self._waiting[owner] -= 1
                 if not self._waiting[owner]:
                     del self._waiting[owner]
+
+    def _next_upload(self) -> Event | None:
+        while self._uploads:
+            event = self._uploads.popleft()
+            if not event.done():
+                return event
+        return None
 
     def _has_spare(self, place: Place, cost: int) -> bool:
         """Whether a prefetch may take `cost` bytes: what is about to be demanded (`headroom`) must stay free."""

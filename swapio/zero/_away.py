@@ -201,9 +201,9 @@ def _grad_access(func: Any, args: Any) -> Any:
         with _OFF():
             return func(*args)
     unit, index = entry
-    if func is _GRAD_GET:
+    if func == _GRAD_GET:
         return unit.get_grad(index)
-    return unit.set_grad(index, args[1] if func is _GRAD_SET else None)
+    return unit.set_grad(index, args[1] if func == _GRAD_SET else None)
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -306,25 +306,32 @@ class Unit:
 
     # --- the end ---
 
-    def restore(self, *, with_data: bool) -> None:
-        """Make the parameters ordinary again; without data they stay away and their use raises."""
-        if not with_data:
-            return
+    def restore(self) -> None:
+        """Make the parameters ordinary again, in memory of their own."""
         self.open()
         try:
             with quiet():
                 for index, param in enumerate(self.params):
                     if self.lease is None:
-                        raise ClosedError("the engine was closed")
+                        raise RuntimeError(f"{self.name!r} went away while it was given back")
                     _SET_DATA(param, self.layout_view(self.lease.raw, index).clone())
                     param.__class__ = nn.Parameter
                     forget(param)
         finally:
             self.pins = 0
-            if self.lease is not None:
-                self.zero.saved.units.pop(self._address, None)
-                self.lease.release()
-                self.lease = None
+
+    def abandon(self) -> None:
+        """Let go without looking; parameters that are still managed stay away for ever."""
+        if self.lease is None:
+            return
+        with quiet():
+            for slot, param in zip(self.layout.slots, self.params, strict=True):
+                if type(param) is not nn.Parameter:
+                    param.__class__ = AwayParameter
+                    _SET_DATA(param, placeholder(slot.dtype, self.device, slot.shape))
+        self.zero.saved.units.pop(self._address, None)
+        lease, self.lease = self.lease, None
+        lease.release()
 
     def manage(self) -> None:
         """Take over parameters whose values are in the record."""

@@ -208,11 +208,12 @@ class UnitSet:
             try:
                 for unit in self.units:
                     unit.drop_grads()
-                    unit.restore(with_data=restore)
+                    if restore:
+                        unit.restore()
+                        unit.abandon()
             finally:
                 for unit in self.units:
-                    if unit.lease is not None and unit.pins == 0 and not unit.held():
-                        unit.detach()
+                    unit.abandon()
                 self.closed = reason
 
 
