@@ -31,7 +31,7 @@ class Lease:
     `nbytes` is what was asked for. Attributes may be read from any thread.
     """
 
-    __slots__ = ("_buffer", "_references", "_storage", "_tensor", "_uses", "name", "nbytes")
+    __slots__ = ("_buffer", "_cdata", "_references", "_storage", "_tensor", "_uses", "name", "nbytes")
 
     def __init__(self, name: str, nbytes: int, tensor: torch.Tensor, buffer: memoryview) -> None:
         self.name = name
@@ -41,7 +41,8 @@ class Lease:
         # The storage's Python object is one and the same for all who ask, and counts as one use from when it was first asked for. So we ask
         # first, and tell whether somebody else has it by its own reference count.
         self._storage: torch.UntypedStorage | None = tensor.untyped_storage()
-        self._uses = _use_count(self._storage._cdata)
+        self._cdata: int = self._storage._cdata
+        self._uses = _use_count(self._cdata)
         self._references = sys.getrefcount(self._storage)
 
     @property
@@ -70,11 +71,10 @@ class Lease:
 
     def held(self) -> bool:
         """Whether anything outside can reach the bytes through PyTorch: a view, a graph, an array, a storage. False after `release`."""
-        storage = self._storage
-        if storage is None:
+        tensor = self._tensor  # keeps the storage alive while we look, and is counted by neither
+        if tensor is None:
             return False
-        # one reference more than when we counted first: the local variable
-        return bool(_use_count(storage._cdata) > self._uses or sys.getrefcount(storage) > self._references + 1)
+        return bool(_use_count(self._cdata) > self._uses or sys.getrefcount(self._storage) > self._references)
 
     def release(self) -> None:
         """Give the block up. Idempotent; any thread.
