@@ -20,6 +20,7 @@ class MemoryStorage(Storage):
     """
 
     kind = "memory"
+    alignment = PAGE_NBYTES  # as files have it, so that one caller serves all
     path = "memory"
 
     def __init__(self, capacity: int | None = None) -> None:
