@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import BudgetError, ClosedError
+from ..errors import BudgetError, ClosedError, SwapioError
 from ..memory import Event, Lease
 from ..swap import Place, Record, RecordLease, SwapManager
 from ._saved import SavedTensors
@@ -17,6 +18,8 @@ from ._schedule import Schedule
 from ._unit import Unit
 
 __all__ = ["DeviceGrads", "UnitSet"]
+
+logger = logging.getLogger("swapio")
 
 
 class DeviceGrads:
@@ -205,12 +208,15 @@ class UnitSet:
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
+            for unit in self.units:
+                unit.drop_grads()
             try:
                 for unit in self.units:
-                    unit.drop_grads()
                     if restore:
                         unit.restore()
                         unit.abandon()
+            except SwapioError as error:
+                logger.warning("the weights could not be given back to the module: %s", error)
             finally:
                 for unit in self.units:
                     unit.abandon()
