@@ -1,16 +1,23 @@
 """The config in DeepSpeed's format."""
 
-from ._load import batch_triple, load_config
-from ._schema import AioConfig, Bf16Config, OffloadConfig, OptimizerConfig, OwnConfig, SwapioConfig, ZeroConfig
+from ._batch import batch_triple
+from ._keys import KEYS, Key, Kind, config_table
+from ._load import load_config
+from ._schema import AioConfig, Bf16Config, Fp16Config, OffloadConfig, OptimizerConfig, OwnConfig, SwapioConfig, ZeroConfig
 
 __all__ = [
+    "KEYS",
     "AioConfig",
     "Bf16Config",
+    "Fp16Config",
+    "Key",
+    "Kind",
     "OffloadConfig",
     "OptimizerConfig",
     "OwnConfig",
     "SwapioConfig",
     "ZeroConfig",
     "batch_triple",
+    "config_table",
     "load_config",
 ]

@@ -1,213 +1,250 @@
-"""From a dict or a JSON file to a checked config: nothing is ignored silently."""
+"""From a dict or a JSON file to a complete, checked config: nothing is ignored silently."""
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pydantic
 
 from ..errors import ConfigError
-from ._keys import DEPRECATED, NO_EFFECT, NOT_YET
-from ._schema import OptimizerConfig, SwapioConfig
+from ._batch import BATCH_KEYS, batch_sources, batch_triple
+from ._keys import DEPRECATED, KEYS, SECTIONS, Kind, is_off
+from ._schema import OPTIMIZERS, SwapioConfig
 
-__all__ = ["batch_triple", "load_config"]
+__all__ = ["load_config"]
 
-_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+Model = TypeVar("Model", bound=pydantic.BaseModel)
 
 
-def load_config(config: Mapping[str, Any] | str | os.PathLike[str], *, world_size: int = 1) -> SwapioConfig:
-    """Check a config in DeepSpeed's format.
+def load_config(
+    config: Mapping[str, Any] | str | os.PathLike[str], *, world_size: int = 1, world_size_source: str = "one process"
+) -> SwapioConfig:
+    """Complete and check a config in DeepSpeed's format.
+
+    As there, a value `"auto"` or null counts as not given. The argument is not changed.
 
     Args:
         config: a dict, or the path of a JSON file.
+        world_size: number of ranks; more than 1 is not supported yet.
+        world_size_source: where that number was read, for messages.
 
     Raises:
-        ConfigError: an unknown key (the nearest known one is named), a value that cannot work, or a feature that is not supported yet;
-            with the dotted key and the value.
+        ConfigError: an unknown key (the nearest known one is named), a value that cannot work, or a feature that is refused or not
+            supported yet; with the dotted key and the value.
     """
-    given = _read(config)
-    sources: dict[str, str] = {}
-    without_effect: dict[str, str] = {}
-    clean = _translate(given, sources)
-    _drop_known(clean, "", without_effect)
-    for key in _keys(clean):
-        sources.setdefault(key, "given")
-    batch = batch_triple(*(_number(clean.get(k), k) for k in _BATCH), world_size=world_size)
-    for key, value in zip(_BATCH, batch, strict=True):
-        if key not in clean or clean[key] == "auto":
-            sources[key] = "inferred" if any(isinstance(clean.get(k), int) for k in _BATCH) else "default"
-        clean[key] = value
-    for key, limit in (("gradient_accumulation_steps", 1),):
-        if clean[key] > limit:
-            raise ConfigError(
-                f"{key}: {clean[key]} is not supported yet; use 1 (train_batch_size {batch[0]} = micro batch {batch[1]} x accumulation "
-                f"{batch[2]} x world size {world_size})",
-                key=key, value=clean[key],
-            )  # fmt: skip
-    if isinstance(clean.get("swapio"), dict) and clean["swapio"].get("device_memory", None) == "auto":
-        clean["swapio"] = clean["swapio"] | {"device_memory": None}
-    try:
-        loaded = SwapioConfig.model_validate(clean)
-    except pydantic.ValidationError as error:
-        raise _explain(error) from None
-    loaded._sources.update(sources)
-    loaded._without_effect.update(without_effect)
+    loading = _Loading(_read(config))
+    loading.translate()
+    loading.walk(loading.given, loading.clean, "")
+    loading.batch(world_size, world_size_source)
+    loading.optimizer()
+    loaded = _validate(SwapioConfig, loading.clean, "")
+    for name in ("offload_param", "offload_optimizer"):
+        section = getattr(loaded.zero_optimization, name)
+        if section.device != "nvme" and section.paths:
+            loading.ignored[f"zero_optimization.{name}.nvme_path"] = (section.paths, f'the device is "{section.device}"')
+    if "gradient_clipping" not in loading.sources:
+        loading.notes.append("gradient_clipping is off, since it was not asked for (DeepSpeed's default is 1.0)")
+    loaded._ignored.update(loading.ignored)
+    loaded._notes.extend(loading.notes)
+    loaded._sources.update({key: loading.sources.get(key, "default") for key in _leaves(loaded.resolved())})
     return loaded
 
 
-def batch_triple(total: int | None, micro: int | None, steps: int | None, *, world_size: int = 1) -> tuple[int, int, int]:
-    """Infer what is missing of `train_batch_size = micro batch x accumulation steps x world size`; nothing given is 1 each.
+class _Loading:
+    """One config on its way."""
 
-    Raises:
-        ConfigError: the three do not agree, or do not divide; all values are shown.
-    """
-    shown = f"train_batch_size={total}, train_micro_batch_size_per_gpu={micro}, gradient_accumulation_steps={steps}, world size {world_size}"
-    for key, value in zip(_BATCH, (total, micro, steps), strict=True):
-        if value is not None and value < 1:
-            raise ConfigError(f"{key}: {value} is no batch size; use 1 or more", key=key, value=value)
-    if total is None:
-        micro, steps = micro or 1, steps or 1
-        return micro * steps * world_size, micro, steps
-    if micro is None and steps is None:
-        steps = 1
-    if micro is None:
-        micro, rest = divmod(total, (steps or 1) * world_size)
-        if rest or not micro:
-            raise ConfigError(f"{shown}: {total} cannot be split evenly", key="train_batch_size", value=total)
-    if steps is None:
-        steps, rest = divmod(total, micro * world_size)
-        if rest or not steps:
-            raise ConfigError(f"{shown}: {total} cannot be split evenly", key="train_batch_size", value=total)
-    if micro * steps * world_size != total:
-        raise ConfigError(f"{shown}: {micro} x {steps} x {world_size} is {micro * steps * world_size}, not {total}", key="train_batch_size", value=total)
-    return total, micro, steps
+    def __init__(self, given: dict[str, Any]) -> None:
+        self.given = given
+        self.clean: dict[str, Any] = {}  # what goes into the schema
+        self.sources: dict[str, str] = {}  # of all keys that are no plain default
+        self.ignored: dict[str, tuple[Any, str]] = {}
+        self.notes: list[str] = []
+        self.spelled: dict[str, str] = {}  # new spelling -> the one given
 
+    def translate(self) -> None:
+        """Move deprecated spellings to their new place."""
+        for old, (new, values) in DEPRECATED.items():
+            section, name = self._at(old, make=False)
+            if name not in section:
+                continue
+            value = section.pop(name)
+            if value is None or (isinstance(value, str) and value == "auto"):
+                continue
+            if values is not None:
+                if not isinstance(value, bool):
+                    raise ConfigError(f"{old}: {value!r} is neither true nor false; better give {new}", key=old, value=value)
+                value = copy.copy(values[value])
+            target, last = self._at(new, make=True)
+            if target.get(last) is not None:
+                raise ConfigError(f"{old}: {new} is given too; keep only {new}", key=old, value=value)
+            target[last] = value
+            self.spelled[new] = old
+            self.notes.append(f"{old} is a deprecated spelling of {new}")
 
-def _number(value: Any, key: str) -> int | None:
-    if value is None or value == "auto":
-        return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f'{key}: {value!r} is no whole number; write for example 8, or "auto"', key=key, value=value)
-    return value
+    def _at(self, dotted: str, *, make: bool) -> tuple[dict[str, Any], str]:
+        *path, name = dotted.split(".")
+        section = self.given
+        for part in path:
+            if make and section.get(part) is None:
+                section[part] = {}
+            inner = section.get(part)
+            if not isinstance(inner, dict):
+                return {}, name  # `walk` says what is wrong with it
+            section = inner
+        return section, name
+
+    def walk(self, tree: dict[str, Any], clean: dict[str, Any], prefix: str) -> None:
+        """Sort one section's keys by what becomes of them."""
+        for name, value in tree.items():
+            key = f"{prefix}{name}"
+            row = KEYS.get(key)
+            if row is None and key not in SECTIONS:
+                raise ConfigError(f"{key}: unknown key; did you mean {_nearest(key)!r}?", key=key, value=value)
+            if value is None or (isinstance(value, str) and value == "auto"):
+                continue
+            if row is None:
+                if not isinstance(value, dict):
+                    raise ConfigError(f"{key}: {value!r} is no section; write for example {_example(key)}", key=key, value=value)
+                in_schema = prefix or name in SwapioConfig.model_fields
+                self.walk(value, clean.setdefault(name, {}) if in_schema else {}, f"{key}.")
+                continue
+            spelled = next((old for new, old in self.spelled.items() if f"{key}.".startswith(f"{new}.")), None)
+            self.sources[key] = "given" if spelled is None else f"deprecated spelling {spelled}"
+            if row.kind is Kind.HONOURED:
+                clean[name] = value
+            elif row.kind is Kind.NO_EFFECT:
+                self.ignored[key] = (value, row.note)
+            elif is_off(value, row.off):
+                self.ignored[key] = (value, "it is off")
+            else:
+                off = " or ".join(["leave it out", *(f"use {json.dumps(v)}" for v in row.off)])
+                refused = "is not supported yet" if row.kind is Kind.NOT_YET else "is not supported"
+                raise ConfigError(f"{key}: {value!r} {refused} ({row.note}); {off}", key=key, value=value)
+
+    def batch(self, world_size: int, source: str) -> None:
+        """Infer the batch sizes."""
+        for key in BATCH_KEYS:
+            value = self.clean.get(key)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ConfigError(f'{key}: {value!r} is no whole number; write for example 8, or "auto"', key=key, value=value)
+        given = [self.clean.get(key) for key in BATCH_KEYS]
+        total, micro, steps = batch_triple(*given, world_size=world_size, world_size_source=source)
+        self.clean.update(zip(BATCH_KEYS, (total, micro, steps), strict=True))
+        self.sources.update(zip(BATCH_KEYS, batch_sources(*given), strict=True))
+        shown = f"train_batch_size {total} = micro batch {micro} x accumulation {steps} x world size {world_size} ({source})"
+        for key, value in (("gradient_accumulation_steps", steps), ("world_size", world_size)):
+            if value > 1:
+                raise ConfigError(f"{key}: {value} is not supported yet, use 1; here {shown}", key=key, value=value)
+
+    def optimizer(self) -> None:
+        """Check `optimizer.params` against the type, and complete them."""
+        section = self.clean.get("optimizer")
+        if section is None:
+            return
+        named = section.get("type", "")
+        if not isinstance(named, str) or named.lower() not in OPTIMIZERS:
+            why = f"{named!r} is not supported yet, or no update that treats each element alone" if named else "missing"
+            raise ConfigError(f'optimizer.type: {why}; use "AdamW", "Adam" or "SGD"', key="optimizer.type", value=named)
+        kind, model = OPTIMIZERS[named.lower()]
+        params = _validate(model, section.get("params", {}), "optimizer.params.").model_dump()
+        coupled = params.pop("adam_w_mode", True) is False
+        if coupled and kind == "AdamW":
+            self.ignored["optimizer.params.adam_w_mode"] = (False, "the type AdamW decides it, as in DeepSpeed")
+        elif coupled:
+            params["adam_w_mode"] = False
+        elif kind == "Adam":
+            kind = "AdamW"
+            self.sources["optimizer.type"] = "inferred from Adam and adam_w_mode"
+            self.notes.append("optimizer.type Adam is AdamW, as in DeepSpeed, unless optimizer.params.adam_w_mode is false")
+        self.clean["optimizer"] = {"type": kind, "params": params}
 
 
 def _read(config: Any) -> dict[str, Any]:
     if isinstance(config, Mapping):
-        return dict(config)
+        return _plain(config, "")
     if not isinstance(config, str | os.PathLike):
         raise ConfigError(f"config: {type(config).__name__} is neither a dict nor the path of a JSON file", key="config", value=config)
     path = Path(config)
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"config: {path} cannot be read: {error.strerror}", key="config", value=str(path)) from error
-
-    def no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        twins = [k for i, (k, _) in enumerate(pairs) if k in [name for name, _ in pairs[:i]]]
-        if twins:
-            raise ConfigError(f"config: {path} has the key {twins[0]!r} twice in one section", key=twins[0])
-        return dict(pairs)
-
-    try:
-        loaded = json.loads(text, object_pairs_hook=no_twins)
+        loaded = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_twins)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config: {path} cannot be read: {error}", key="config", value=str(path)) from error
     except json.JSONDecodeError as error:
-        raise ConfigError(f"config: {path}, line {error.lineno}: {error.msg}", key="config", value=str(path)) from error
+        where = f"{path}, line {error.lineno}, column {error.colno}"
+        raise ConfigError(f"config: {where}: {error.msg}", key="config", value=str(path)) from error
+    except _TwinError as error:
+        raise ConfigError(f"config: {path} has the key {error.args[0]!r} twice in one section", key=error.args[0]) from None
     if not isinstance(loaded, dict):
         raise ConfigError(f"config: {path} holds a {type(loaded).__name__}, not an object", key="config", value=str(path))
-    return loaded
+    return _plain(loaded, "")
 
 
-def _copy(value: Any) -> Any:
-    return {k: _copy(v) for k, v in value.items()} if isinstance(value, Mapping) else value
+class _TwinError(Exception):
+    pass
 
 
-def _at(tree: dict[str, Any], dotted: str) -> tuple[dict[str, Any] | None, str]:
-    *path, name = dotted.split(".")
-    for part in path:
-        inner = tree.get(part)
-        if not isinstance(inner, dict):
-            return None, name
-        tree = inner
-    return tree, name
-
-
-def _translate(given: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
-    tree: dict[str, Any] = _copy(given)
-    for old, (new, values) in DEPRECATED.items():
-        section, name = _at(tree, old)
-        if section is None or name not in section:
-            continue
-        value = section.pop(name)
-        if values is not None:
-            if value is not None and value not in values:
-                raise ConfigError(f"{old}: {value!r} is neither true nor false", key=old, value=value)
-            value = values.get(value)
-        if value is None:
-            continue
-        target, last = _at(tree, new)
-        if target is not None:
-            if last in target:
-                raise ConfigError(f"{old}: {new} is given too; keep only {new}", key=old, value=value)
-            target[last] = value
-            sources[new] = f"given as {old} (an old spelling)"
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in tree:
+            raise _TwinError(key)
+        tree[key] = value
     return tree
 
 
-def _drop_known(tree: dict[str, Any], prefix: str, without_effect: dict[str, str]) -> None:
-    for name, value in list(tree.items()):
-        key = f"{prefix}{name}"
-        if key in NO_EFFECT:
-            without_effect[key] = NO_EFFECT[key]
-            del tree[name]
-        elif key in NOT_YET:
-            if not _off(key, value):
-                off = ", ".join(json.dumps(v) for v in NOT_YET[key])
-                raise ConfigError(f"{key}: {value!r} is not supported yet; leave it out, or use {off}", key=key, value=value)
-            without_effect[key] = "off"
-            del tree[name]
-        elif isinstance(value, dict) and key != "optimizer.params":
-            _drop_known(value, key + ".", without_effect)
-        elif value == "auto" and key not in (*_BATCH, "swapio.host_memory", "swapio.device", "swapio.backend", "swapio.optimizer_step"):
-            del tree[name]  # the default, which resolved() shows
+def _plain(section: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
+    """A copy in dicts whose keys are strings without dots, so that a dotted key is unique."""
+    for name in section:
+        if not isinstance(name, str) or "." in name or not name:
+            raise ConfigError(
+                f"{prefix}{name}: unknown key; nest sections instead of writing dots", key=f"{prefix}{name}", value=section[name]
+            )
+    return {k: _plain(v, f"{prefix}{k}.") if isinstance(v, Mapping) else copy.copy(v) for k, v in section.items()}
 
 
-def _off(key: str, value: Any) -> bool:
-    allowed = NOT_YET[key]
-    if isinstance(value, dict):  # a section that is switched off may say what it would do
-        return not value or value.get("enabled", None) is False
-    return value == "auto" or any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in allowed)
-
-
-def _keys(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and f"{prefix}{name}" != "optimizer.params":
-            yield from _keys(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
-
-
-def _known(model: type[pydantic.BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        yield f"{prefix}{name}"
-        for inner in (field.annotation, *getattr(field.annotation, "__args__", ())):
-            if isinstance(inner, type) and issubclass(inner, pydantic.BaseModel) and inner is not OptimizerConfig:
-                yield from _known(inner, f"{prefix}{name}.")
-
-
-def _explain(error: pydantic.ValidationError) -> ConfigError:
-    first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"] if part not in ("str", "int", "list[str]"))
+def _validate(model: type[Model], values: dict[str, Any], prefix: str) -> Model:
+    try:
+        return model.model_validate(values)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+    key = prefix + ".".join(part for part in first["loc"] if isinstance(part, str))
     value = first.get("input")
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        raise cause
     if first["type"] == "extra_forbidden":
-        known = [*_known(SwapioConfig), "optimizer.type", "optimizer.params", *NO_EFFECT, *NOT_YET]
-        section = key.rpartition(".")[0]
-        siblings = [k for k in known if k.rpartition(".")[0] == section]
-        near = difflib.get_close_matches(key, siblings, n=1, cutoff=0.5) or difflib.get_close_matches(key, known, n=1, cutoff=0)
-        return ConfigError(f"{key}: unknown key; did you mean {near[0]!r}?", key=key, value=value)
+        raise ConfigError(f"{key}: not a setting of this optimizer.type; it has {', '.join(model.model_fields)}", key=key, value=value)
     message = first["msg"].removeprefix("Value error, ")
-    return ConfigError(f"{key}: {message[0].lower() + message[1:]} (got {value!r})", key=key, value=value)
+    raise ConfigError(f"{key}: {message[0].lower() + message[1:]} (got {value!r})", key=key, value=value)
+
+
+def _nearest(key: str) -> str:
+    """The known key that was most likely meant: of the same section, else of the same name elsewhere, else the least unlike."""
+    section, _, name = key.rpartition(".")
+    known = [*KEYS, *(s for s in SECTIONS if s)]
+    beside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
+    anywhere = {k.rpartition(".")[2]: k for k in reversed(known)}
+    for names, cutoff in ((beside, 0.7), (anywhere, 0.8), (beside or anywhere, 0.0)):
+        if near := difflib.get_close_matches(name, names, n=1, cutoff=cutoff):
+            return names[near[0]]
+    return next(iter(KEYS))
+
+
+def _example(section: str) -> str:
+    rows = [row for row in KEYS.values() if row.key.rpartition(".")[0] == section and row.default is not None]
+    return json.dumps({row.key.rpartition(".")[2]: row.default for row in rows[:1]})
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if key in SECTIONS and isinstance(value, Mapping):
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key
