@@ -86,7 +86,7 @@ class Engine(nn.Module):
         self._check()
         depth = self.zero.depth
         try:
-            loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            loss.backward(retain_graph=retain_graph)
         except SwapioError:
             self._failed = True
             raise
@@ -170,13 +170,20 @@ class Engine(nn.Module):
             return
         budget = self.manager.arena.capacity
         restore = not self._failed and not self.manager.closed and (budget is None or self._restore_nbytes <= budget)
-        reason = "the engine is closed and its weights are gone; copy them before (engine.module.state_dict()), or train with more host_memory"
+        reason = (
+            "the engine is closed and its weights are gone; copy them before (engine.module.state_dict()), or train with more host_memory"
+        )
         if not restore:
             logger.info("the weights (%s) are not given back to the module", format_nbytes(self._restore_nbytes))
         try:
             self.zero.close(reason, restore=restore)
         finally:
             self._finalizer()
+
+    def abandon(self) -> None:
+        """Close without giving the weights back to the module."""
+        self._failed = True
+        self.close()
 
     def destroy(self) -> None:
         """The same as `close`, by DeepSpeed's name."""

@@ -46,7 +46,7 @@ def initialize(
 
     Args:
         model: any `nn.Module` with ordinary dense parameters. Its identity and that of its parameters stay.
-        optimizer: a fresh `torch.optim.AdamW`, `Adam` or `SGD`, or a function from parameters to one; else the config's section `optimizer`.
+        optimizer: a fresh `torch.optim.AdamW`, `Adam` or `SGD`, or a function from parameters to one; default: what the config names.
         model_parameters: what the config's optimizer trains (parameters or groups); default: all that require a gradient.
         config: a dict or the path of a JSON file in DeepSpeed's format, with a section `swapio`; `config_params` is its old name.
         manager: a `SwapManager` to live in, which stays open after the engine; default: one of its own, from the config.
@@ -99,7 +99,8 @@ def _check_model(model: nn.Module) -> None:
             raise ConfigError(f"model: {name!r} is lazy; run one batch through the model before swapio.initialize", key="model")
         if type(param) is not nn.Parameter:
             raise ConfigError(
-                f"model: {name!r} is a {type(param).__name__}; only plain nn.Parameter can be managed (is it in another engine?)", key="model"
+                f"model: {name!r} is a {type(param).__name__}; only plain nn.Parameter can be managed (is it in another engine?)",
+                key="model",
             )
         if param.is_meta:
             raise ConfigError(f"model: {name!r} is on the meta device and has no values; materialise the model first", key="model")
@@ -153,7 +154,9 @@ def _engine(
     undo: contextlib.ExitStack,
 ) -> Engine:
     offload = settings.zero_optimization
-    param_home = Place.parse(offload.offload_param.device if offload.offload_param else "none", key="zero_optimization.offload_param.device")
+    param_home = Place.parse(
+        offload.offload_param.device if offload.offload_param else "none", key="zero_optimization.offload_param.device"
+    )
     state_home = Place.parse(
         offload.offload_optimizer.device if offload.offload_optimizer else "none", key="zero_optimization.offload_optimizer.device"
     )
@@ -161,7 +164,9 @@ def _engine(
     groups = {id(p): i for i, g in enumerate(inner.param_groups if inner is not None else ()) for p in g["params"]}
     untrained = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in groups]
     if inner is not None and untrained:
-        logger.warning("%d parameters require a gradient but are in no param group (%s ...): theirs is dropped", len(untrained), untrained[0])
+        logger.warning(
+            "%d parameters require a gradient but are in no param group (%s ...): theirs is dropped", len(untrained), untrained[0]
+        )
     specs = find_units(model, settings.swapio.units)
     bf16 = settings.bf16.enabled
     layouts = [_layout(u, groups, bf16) for u in specs]
@@ -201,7 +206,14 @@ def _engine(
         format_nbytes(need.minimum), "none" if capacity is None else format_nbytes(capacity),
     )  # fmt: skip
     return Engine(
-        model, config=settings, manager=manager, owns_manager=owns, zero=zero, stepper=stepper, inner_optimizer=inner, restore_nbytes=weights
+        model,
+        config=settings,
+        manager=manager,
+        owns_manager=owns,
+        zero=zero,
+        stepper=stepper,
+        inner_optimizer=inner,
+        restore_nbytes=weights,
     )
 
 
@@ -215,7 +227,8 @@ def _layout(spec: UnitSpec, groups: dict[int, int], bf16: bool) -> UnitLayout:
         dtype = _target_dtype(param, bf16)
         if id(param) in groups and dtype not in (torch.float32, torch.bfloat16):
             raise ConfigError(
-                f"model: {name!r} is {dtype}; only float32 and bfloat16 parameters can be trained, call model.float() or model.bfloat16()", key="model"
+                f"model: {name!r} is {dtype}; only float32 and bfloat16 parameters can be trained, call model.float() or model.bfloat16()",
+                key="model",
             )
         shown.append(torch.empty_strided(param.shape, param.stride(), dtype=dtype, device="meta"))
     return UnitLayout(shown, [id(p) in groups and p.requires_grad for _, p in spec.params])
@@ -237,4 +250,3 @@ def _take_over(unit: Unit, stepper: ChunkedStep | None, device: torch.device) ->
             stepper.store_masters(unit, masters, lease.raw)
         lease.mark_dirty()
     unit.manage()
-

@@ -28,7 +28,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         inner.step = self.step  # type: ignore[method-assign]
         inner.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The same as `engine.step()`, without the scheduler."""
         if closure is not None:
             raise UsageError("a closure is not supported: run forward and backward, then call engine.step()")
@@ -44,7 +44,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             raise UsageError("param groups are fixed by swapio.initialize; give the optimizer all its groups before")
         super().add_param_group(param_group)
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         raise UsageError("the optimizer's state is in the engine's store; saving it is not supported yet")
 
     def load_state_dict(self, state_dict: Any) -> None:

@@ -8,13 +8,13 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
-from ..errors import ClosedError, ConfigError, ForkError, TransferTimeoutError, UsageError
+from ..errors import ClosedError, ConfigError, ForkError, UsageError
 from ..io import IOThreads, Storage, open_storage
 from ..memory import Arena, Device, Lease, get_device
 from ..spec import parse_nbytes
@@ -223,9 +223,7 @@ class SwapManager:
             raise
         return self._transfer(self.mover.settle(record) if self.mover.wants_write_back(record) else _nothing(), f"put of {key!r}")
 
-    def create(
-        self, key: str, nbytes: int, *, home: Place = Place.NVME, spec: TensorSpec | None = None
-    ) -> Record:
+    def create(self, key: str, nbytes: int, *, home: Place = Place.NVME, spec: TensorSpec | None = None) -> Record:
         """Add a record of `nbytes` zeros and reserve its place on the drive; no memory is used and nothing is written until it is.
 
         Raises:
@@ -370,7 +368,8 @@ class SwapManager:
             return lease
         start = time.perf_counter()
         try:
-            return self._transfer(self.mover.lease(name, nbytes, owner), f"memory for {name}").wait()
+            transfer: Transfer[Lease] = self._transfer(self.mover.lease(name, nbytes, owner), f"memory for {name}")
+            return transfer.wait()
         finally:
             self.add_stall(time.perf_counter() - start)
 

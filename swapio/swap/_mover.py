@@ -422,9 +422,7 @@ class Mover:
     def _cost(self, place: Place, nbytes: int) -> int:
         return self.arena.block_nbytes(nbytes) if place is Place.HOST else nbytes
 
-    async def _space(
-        self, place: Place, name: str, nbytes: int, *, owner: object, demand: bool
-    ) -> Lease | DeviceCopy | None:
+    async def _space(self, place: Place, name: str, nbytes: int, *, owner: object, demand: bool) -> Lease | DeviceCopy | None:
         cost, capacity = self._cost(place, nbytes), self._capacity(place)
         if capacity is not None and cost > capacity:
             raise self._over_budget(place, name, cost)

@@ -22,9 +22,7 @@ class Transfer(Generic[T]):
     Any thread may wait, poll or add callbacks; any event loop may await. An error of the movement is raised to each waiter.
     """
 
-    def __init__(
-        self, future: concurrent.futures.Future[T], *, what: str, timeout_s: float | None, pending: Callable[[], str]
-    ) -> None:
+    def __init__(self, future: concurrent.futures.Future[T], *, what: str, timeout_s: float | None, pending: Callable[[], str]) -> None:
         self._future = future
         self._what = what
         self._timeout_s = timeout_s

@@ -52,11 +52,11 @@ _METADATA: set[Any] = (
     }
     | {torch.is_floating_point, torch.is_complex, torch.numel}
 )
-_GRAD = _T.grad  # type: ignore[attr-defined]
+_GRAD: Any = _T.grad
 _GRAD_GET, _GRAD_SET, _GRAD_DEL = _GRAD.__get__, _GRAD.__set__, _GRAD.__delete__
 _DIFFERENTIATE = {_T.backward, torch.autograd.backward, torch.autograd.grad}
 _ALIASES: set[Any] = _accessors("data", "__get__") | {
-    _T.data_ptr, _T.numpy, _T.untyped_storage, _T.storage, _T.__array__, _T.__dlpack__, torch.to_dlpack, _T.set_, _T.detach,
+    _T.data_ptr, _T.numpy, _T.untyped_storage, _T.storage, _T.__array__, _T.__dlpack__, torch._C._to_dlpack, _T.set_, _T.detach,
 }  # fmt: skip
 
 
@@ -90,7 +90,9 @@ def managed(param: object) -> tuple[Unit, int] | None:
         return None
     unit = entry[1]()
     if unit is None:
-        raise ClosedError("this model's engine is gone, and with it the weights; keep a reference to the engine as long as the model is used")
+        raise ClosedError(
+            "this model's engine is gone, and with it the weights; keep a reference to the engine as long as the model is used"
+        )
     return unit, entry[2]
 
 
@@ -158,8 +160,8 @@ def _watch(func: Callable[..., Any]) -> Callable[..., Any]:
 class WindowParameter(_Managed):
     """A managed parameter whose bytes are here for sure."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
-    data = property(_watch(_T.data.__get__), _T.data.__set__)  # type: ignore[attr-defined, assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    data = property(_watch(_T.data.__get__), _T.data.__set__)  # type: ignore[attr-defined]
     data_ptr = _watch(_T.data_ptr)
     numpy = _watch(_T.numpy)
     detach = _watch(_T.detach)

@@ -17,7 +17,7 @@ from ..spec import PAGE_NBYTES, round_up
 __all__ = ["Segment", "Slot", "UnitLayout", "UnitSpec", "find_units"]
 
 ALIGN_NUMEL = 64
-"""Parameters start at multiples of 64 elements: vectorised kernels then see whole vectors, so flat and per-parameter steps agree to the bit."""
+"""Parameters start at multiples of 64 elements: kernels then see whole vectors, so flat and per-parameter steps agree to the bit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -154,7 +154,9 @@ def _match(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Modu
         hits = {n: m for n, m in every.items() if n and fnmatch.fnmatchcase(n, pattern)}
         if not hits:
             raise ConfigError(
-                f"swapio.units: {pattern!r} matches no module; names look like {', '.join(list(every)[1:6])}", key="swapio.units", value=pattern
+                f"swapio.units: {pattern!r} matches no module; names look like {', '.join(list(every)[1:6])}",
+                key="swapio.units",
+                value=pattern,
             )
         chosen.update(hits)
     for name in chosen:

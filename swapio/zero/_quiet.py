@@ -22,6 +22,8 @@ def quiet() -> Iterator[None]:
             stack.enter_context(temporarily_clear_interpreter_stack())
         if torch._C._len_torch_dispatch_stack():
             stack.enter_context(_disable_current_modes())
-        stack.enter_context(torch._C.DisableTorchFunction() if torch._C._len_torch_function_stack() else torch._C.DisableTorchFunctionSubclass())
+        stack.enter_context(
+            torch._C.DisableTorchFunction() if torch._C._len_torch_function_stack() else torch._C.DisableTorchFunctionSubclass()
+        )
         stack.enter_context(torch.no_grad())
         yield

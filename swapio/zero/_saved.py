@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch._C._autograd import (
+from torch._C._autograd import (  # type: ignore[attr-defined]
     _pop_saved_tensors_default_hooks,
     _push_saved_tensors_default_hooks,
     _saved_tensors_hooks_is_enabled,
@@ -34,7 +34,7 @@ class WeightHandle(NamedTuple):
     """A view of a unit's buffer, by what is needed to make it again."""
 
     unit: Unit
-    index: int  # of the parameter in the unit
+    param: int  # its index in the unit
     version: int  # of the parameter when it was saved
     dtype: torch.dtype
     storage_offset: int
@@ -116,9 +116,11 @@ class SavedTensors:
         unit = self.units.get(tensor.untyped_storage().data_ptr())
         if unit is None:
             if is_placeholder(tensor) and tensor.numel():
-                raise RuntimeError("autograd saved an away parameter: an operation went past the fetch; please report it with a small example")
+                raise RuntimeError(
+                    "autograd saved an away parameter: an operation went past the fetch; please report it with a small example"
+                )
             return None
-        slot = unit.layout.slot_at(tensor.storage_offset() * tensor.element_size())
+        slot = unit.layout.slot_at(int(tensor.storage_offset()) * tensor.element_size())
         return WeightHandle(
-            unit, slot.index, unit.version(slot.index), tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+            unit, slot.index, unit.version(slot.index), tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
         )

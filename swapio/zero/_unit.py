@@ -14,7 +14,7 @@ import torch
 import xxhash
 from torch import nn
 
-from ..errors import ClosedError, UsageError
+from ..errors import UsageError
 from ..memory import Lease
 from ..spec import round_up
 from ..swap import Place, Record, RecordLease
@@ -37,7 +37,14 @@ class Unit:
     """Parameters that move together. Not for users; every method is called under the engine's lock."""
 
     def __init__(
-        self, zero: UnitSet, name: str, number: int, params: Sequence[tuple[str, nn.Parameter]], groups: Sequence[int | None], record: Record, layout: UnitLayout
+        self,
+        zero: UnitSet,
+        name: str,
+        number: int,
+        params: Sequence[tuple[str, nn.Parameter]],
+        groups: Sequence[int | None],
+        record: Record,
+        layout: UnitLayout,
     ) -> None:
         self.zero = zero
         self.name = name
@@ -151,10 +158,11 @@ class Unit:
     def rebuild(self, handle: WeightHandle) -> torch.Tensor:
         """The view that `handle` stands for; brings the unit."""
         with self.zero.lock, quiet():
-            if self.version(handle.index) != handle.version:
+            if self.version(handle.param) != handle.version:
                 raise RuntimeError(
-                    f"one of the variables needed for gradient computation has been modified by an inplace operation: {self.names[handle.index]!r} "
-                    f"is at version {self.version(handle.index)}; expected version {handle.version} instead"
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"{self.names[handle.param]!r} "
+                    f"is at version {self.version(handle.param)}; expected version {handle.version} instead"
                 )
             self.attach()
             if self.lease is None:
@@ -180,7 +188,8 @@ class Unit:
             raise RuntimeError("only the bytes of an attached unit can be hashed")
         slot = self.layout.slots[index]
         raw = self.lease.raw[slot.offset : slot.offset + slot.span * slot.dtype.itemsize]
-        return xxhash.xxh3_64_intdigest(raw.cpu().numpy())
+        return xxhash.xxh3_64_intdigest(raw.cpu().numpy()  # type: ignore[arg-type]
+        )
 
     def find_writes(self) -> None:
         """Notice what the user wrote into an attached unit since the last look."""
@@ -228,8 +237,8 @@ class Unit:
             data = torch.Tensor.detach(self.params[index])
         if data.dtype != slot.dtype or tuple(data.shape) != slot.shape or data.device != self.device:
             raise UsageError(
-                f"{self.names[index]!r} became {data.dtype} {tuple(data.shape)} on {data.device}; it is managed as {slot.dtype} {slot.shape} on "
-                f"{self.device}. Convert or resize the model before swapio.initialize, or close the engine and initialize again"
+                f"{self.names[index]!r} became {data.dtype} {tuple(data.shape)} on {data.device}; it is managed as {slot.dtype} {slot.shape} "
+                f"on {self.device}. Convert or resize the model before swapio.initialize, or close the engine and initialize again"
             )
         return data
 
@@ -292,7 +301,9 @@ class Unit:
                 return
             slot = self.layout.slots[index]
             if tuple(value.shape) != slot.shape or value.dtype != slot.dtype:
-                raise UsageError(f"{self.names[index]!r} has shape {slot.shape} and dtype {slot.dtype}; its gradient cannot be {tuple(value.shape)} {value.dtype}")
+                raise UsageError(
+                    f"{self.names[index]!r} is {slot.dtype} {slot.shape}; its gradient cannot be {value.dtype} {tuple(value.shape)}"
+                )
             if not slot.trained:
                 raise UsageError(f"{self.names[index]!r} is not trained; pass it to the optimizer before swapio.initialize")
             self.has_grad[index] = False

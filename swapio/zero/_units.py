@@ -150,12 +150,12 @@ class UnitSet:
     def add_window(self, module: nn.Module, unit: Unit) -> None:
         """While `module` runs its forward, its unit is here and its ops run plainly."""
 
-        @torch.compiler.disable
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def enter(module: nn.Module, args: Any) -> None:
             unit.open()
             self._windows.append((unit, self.saved.push()))
 
-        @torch.compiler.disable
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if any(u is unit for u, _ in self._windows):
                 while self._close_window() is not unit:
@@ -245,4 +245,3 @@ def _laid_out(grad: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a dense tensor, in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-

@@ -73,7 +73,9 @@ def plain_loss(model: Any, step: int) -> torch.Tensor:
     return loss
 
 
-def config(path: Any, *, params: str = "nvme", state: str = "nvme", dtype: str = "fp32", optimizer: Any = None, **own: Any) -> dict[str, Any]:
+def config(
+    path: Any, *, params: str = "nvme", state: str = "nvme", dtype: str = "fp32", optimizer: Any = None, **own: Any
+) -> dict[str, Any]:
     return {
         "train_batch_size": 2,
         "optimizer": optimizer or {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},

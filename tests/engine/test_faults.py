@@ -30,17 +30,17 @@ def test_delay_at_each_edge(tmp_path: Path, edge: str, extra_units: int) -> None
     """Upload and download share one stream of the simulated device: a delay there delays both."""
     settings = config(tmp_path, device="simulated")
     budget = smallest_budget(make(), settings) + extra_units * models.largest_unit(make())
-    storage = GatedStorage(
-        MemoryStorage(), read_latency_s=0.002 * (edge == "read"), write_latency_s=0.002 * (edge == "write")
-    )
+    storage = GatedStorage(MemoryStorage(), read_latency_s=0.002 * (edge == "read"), write_latency_s=0.002 * (edge == "write"))
     device = SimulatedDevice(latency_s=0.002 * (edge == "copy"))
-    with swapio.SwapManager(storage=storage, host_memory=budget, device=device, timeout_s=30) as manager:
-        with swapio.initialize(model=make(), config=settings, manager=manager)[0] as engine:
-            got = train(engine, steps=3)
-            engine.zero.detach_idle()
-            assert not manager.mover.scratch
-            assert not [owner for r in manager.mover.records.values() for _, owner in tuple(r.pins) if owner is engine.zero]
-            assert manager.arena.peak_nbytes <= budget
+    with (
+        swapio.SwapManager(storage=storage, host_memory=budget, device=device, timeout_s=30) as manager,
+        swapio.initialize(model=make(), config=settings, manager=manager)[0] as engine,
+    ):
+        got = train(engine, steps=3)
+        engine.zero.detach_idle()
+        assert not manager.mover.scratch
+        assert not [owner for r in manager.mover.records.values() for _, owner in tuple(r.pins) if owner is engine.zero]
+        assert manager.arena.peak_nbytes <= budget
     check_same(got, train_plain(make(), steps=3))
 
 

@@ -16,7 +16,7 @@ LONG = 200_000_000  # cycles: about 0.1 s
 
 
 def busy() -> None:
-    torch.cuda._sleep(LONG)  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(LONG)
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_refused_pinning_warns_once_and_works(device: CudaDevice, arena: Arena) 
 
 def test_another_stream_is_refused(device: CudaDevice) -> None:
     event = device.record()
-    with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(UsageError, match="compute moved"):  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(UsageError, match="compute moved"):
         device.wait(event)
 
 

@@ -128,7 +128,7 @@ def test_backward_sees_the_weights_after_release(arena: Arena) -> None:
     loss = weight.pow(2).sum()
     lease.release()
     assert arena.try_lease(NBYTES, name="reuse") is None
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     assert torch.equal(weight.grad, 2 * torch.arange(1024.0))  # type: ignore[arg-type]
 
 
@@ -163,7 +163,7 @@ def test_a_graph_freed_by_backward(arena: Arena) -> None:
     loss = F.linear(torch.ones(1, 32, requires_grad=True), lease.tensor.view(torch.float32).view(32, 32)).sum()
     lease.release()
     assert arena.num_leases == 1
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     assert arena.num_leases == 0
     del loss
 

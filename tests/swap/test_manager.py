@@ -420,10 +420,9 @@ def test_a_full_drive_is_an_error_of_put(tmp_path: Path) -> None:
 
 def test_an_unflushed_failure_is_heard_at_the_next_call(tmp_path: Path) -> None:
     storage = FaultyStorage(DirectStorage(tmp_path), fail=lambda action, name: errno.EIO if action == "write" else 0)
-    with faulty(storage, host_memory="40KiB") as manager:
-        with pytest.raises(swapio.StorageError, match="EIO"):
-            for i in range(4):
-                manager.put(str(i), torch.zeros(5000))
+    with faulty(storage, host_memory="40KiB") as manager, pytest.raises(swapio.StorageError, match="EIO"):
+        for i in range(4):
+            manager.put(str(i), torch.zeros(5000))
 
 
 def test_a_forked_child_is_told(manager: swapio.SwapManager) -> None:
