@@ -1,25 +1,44 @@
 """Bytes between buffers and files. No torch, no policy."""
 
+from ._aiofiles import AiofilesStorage
+from ._buffers import aligned_buffer
+from ._checksum import ChecksummedStorage
 from ._direct import DirectStorage
 from ._extents import ExtentAllocator
+from ._file import FileStorage
+from ._filesystem import Filesystem, filesystem_of
 from ._memory import MemoryStorage
-from ._scratch import make_scratch, remove_orphans, remove_scratch
-from ._select import BACKENDS, open_storage
-from ._storage import MAX_TRANSFER_NBYTES, Storage, transfer_all
+from ._mmap import MmapStorage
+from ._scratch import Scratch, remove_orphans
+from ._select import BACKENDS, FILE_BACKENDS, open_storage
+from ._storage import MAX_TRANSFER_NBYTES, Choice, LocalStorage, Storage
+from ._striped import StripedStorage, measure_speeds
 from ._threads import Done, IOThreads
+from ._wrapper import WrapperStorage
 
 __all__ = [
     "BACKENDS",
+    "FILE_BACKENDS",
     "MAX_TRANSFER_NBYTES",
+    "AiofilesStorage",
+    "ChecksummedStorage",
+    "Choice",
     "DirectStorage",
     "Done",
     "ExtentAllocator",
+    "FileStorage",
+    "Filesystem",
     "IOThreads",
+    "LocalStorage",
     "MemoryStorage",
+    "MmapStorage",
+    "Scratch",
     "Storage",
-    "make_scratch",
+    "StripedStorage",
+    "WrapperStorage",
+    "aligned_buffer",
+    "filesystem_of",
+    "measure_speeds",
     "open_storage",
     "remove_orphans",
-    "remove_scratch",
-    "transfer_all",
 ]

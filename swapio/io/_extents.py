@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+
 from ..spec import Extent
 
 __all__ = ["ExtentAllocator"]
@@ -16,7 +18,7 @@ class ExtentAllocator:
 
     @property
     def free_nbytes(self) -> int:
-        return sum(e.nbytes for e in self._free)
+        return sum(hole.nbytes for hole in self._free)
 
     def take(self, nbytes: int) -> Extent:
         """The first free range that fits, else new space at the end; `end` grows then."""
@@ -37,12 +39,11 @@ class ExtentAllocator:
         """
         if not extent.nbytes:
             return
-        if extent.end > self.end or any(e.offset < extent.end and extent.offset < e.end for e in self._free):
+        at = bisect.bisect(self._free, extent.offset, key=lambda hole: hole.offset)
+        left = self._free[at - 1] if at else Extent(0, 0)
+        right = self._free[at] if at < len(self._free) else Extent(self.end, 0)
+        if left.end > extent.offset or extent.end > right.offset:
             raise ValueError(f"{extent} is not in use")
-        joined: list[Extent] = []
-        for hole in sorted([*self._free, extent], key=lambda e: e.offset):
-            if joined and joined[-1].end == hole.offset:
-                joined[-1] = Extent(joined[-1].offset, joined[-1].nbytes + hole.nbytes)
-            else:
-                joined.append(hole)
-        self._free = joined
+        joins_left, joins_right = bool(at) and left.end == extent.offset, bool(right.nbytes) and extent.end == right.offset
+        offset, end = left.offset if joins_left else extent.offset, right.end if joins_right else extent.end
+        self._free[at - joins_left : at + joins_right] = [Extent(offset, end - offset)]

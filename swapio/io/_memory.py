@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import bisect
 import errno
-import mmap
 
 from ..errors import StorageError
-from ..spec import PAGE_NBYTES, round_up
-from ._storage import Storage
+from ._buffers import aligned_buffer, copy_bytes
+from ._storage import LocalStorage
 
 __all__ = ["MemoryStorage"]
 
 
-class MemoryStorage(Storage):
+class MemoryStorage(LocalStorage):
     """RAM that is not counted in anybody's budget.
 
     Args:
@@ -20,38 +20,34 @@ class MemoryStorage(Storage):
     """
 
     kind = "memory"
-    alignment = PAGE_NBYTES  # as files have it, so that one caller serves all
     path = "memory"
 
     def __init__(self, capacity: int | None = None) -> None:
         super().__init__()
         self.capacity = capacity
-        self._slabs: list[tuple[int, mmap.mmap]] = []  # (first offset, bytes), ascending
+        self._starts: list[int] = []  # of the slabs, ascending; a slab is there before its start
+        self._slabs: list[memoryview] = []
 
     def _grow(self, offset: int, nbytes: int, name: str) -> None:
         if self.capacity is not None and offset + nbytes > self.capacity:
             raise StorageError("reserve", name=name, path=self.path, offset=offset, wanted=nbytes, got=0, errno=errno.ENOSPC)
-        if nbytes:
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            self._slabs.append((offset, mmap.mmap(-1, round_up(nbytes, PAGE_NBYTES), flags=flags)))
+        self._slabs.append(aligned_buffer(nbytes))
+        self._starts.append(offset)
 
-    def _at(self, offset: int) -> memoryview:
-        slabs = self._slabs
-        for index in range(len(slabs) - 1, -1, -1):
-            start, slab = slabs[index]
-            if start <= offset:
-                end = slabs[index + 1][0] if index + 1 < len(slabs) else self._extents.end
-                return memoryview(slab)[offset - start : max(end - start, 0)]
-        return memoryview(b"")
+    def _at(self, offset: int, nbytes: int) -> memoryview:
+        """From `offset` to the end of its slab, at most `nbytes`."""
+        slab = bisect.bisect(self._starts, offset) - 1
+        start = offset - self._starts[slab]
+        return self._slabs[slab][start : start + nbytes]
 
-    def _read_some(self, offset: int, buffer: memoryview) -> int:
-        source = self._at(offset)[: buffer.nbytes]
-        buffer[: source.nbytes] = source
+    def _read_some(self, offset: int, buffer: memoryview, name: str) -> int:
+        source = self._at(offset, buffer.nbytes)
+        copy_bytes(buffer[: source.nbytes], source)
         return source.nbytes
 
-    def _write_some(self, offset: int, buffer: memoryview) -> int:
-        target = self._at(offset)[: buffer.nbytes]
-        target[:] = buffer[: target.nbytes]
+    def _write_some(self, offset: int, buffer: memoryview, name: str) -> int:
+        target = self._at(offset, buffer.nbytes)
+        copy_bytes(target, buffer[: target.nbytes])
         return target.nbytes
 
     def sync(self) -> None:
@@ -59,3 +55,4 @@ class MemoryStorage(Storage):
 
     def _release(self) -> None:
         self._slabs.clear()
+        self._starts.clear()

@@ -1,12 +1,15 @@
 """The folder for swap files that need a name, and its removal after any kind of death.
 
-`<path>/swapio-<uid>/<pid>-<start time>-<n>/`: mode 0700, owned by us, never reached through a link. A later start by the same user removes
-those whose owner is gone; the start time tells a dead owner from a new process with its number. Nothing else is ever removed.
+`<path>/swapio-<uid>/<pid>-<start time>-<n>/`: mode 0700, owned by us, never reached through a link, with a file `lock` that its process
+keeps locked. A later start by the same user removes those whose owner is gone: no process has that number and start time (one in another
+container or on another host cannot be seen), and nobody holds the lock (which can be seen from there). Nothing else is ever removed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import itertools
 import os
 import re
@@ -17,67 +20,105 @@ import psutil
 
 from ..errors import StorageError
 
-__all__ = ["make_scratch", "remove_orphans", "remove_scratch"]
+__all__ = ["Scratch", "remove_orphans"]
 
 _NAME = re.compile(r"(\d+)-(\d+)-(\d+)")
 _counter = itertools.count()
+_LOCK_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class Scratch:
+    """A new folder of this process below `directory`, at `path`.
+
+    Raises:
+        StorageError: a name of ours is taken by something that is not ours; OSError: `directory` cannot be written.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        root = _root(directory)
+        while True:
+            with contextlib.suppress(FileExistsError):
+                root.mkdir(mode=0o700)
+            if _is_ours(root) is False:
+                why = "it exists but is no folder of this user alone; remove or rename it"
+                raise StorageError("opening", name="swap folder", path=str(root), offset=0, wanted=0, got=0, errno=errno.EEXIST, why=why)
+            self.path = root / f"{os.getpid()}-{_start_time(os.getpid())}-{next(_counter)}"
+            with contextlib.suppress(FileNotFoundError):  # somebody just removed the empty root
+                self.path.mkdir(mode=0o700)
+                break
+        self._owner = os.getpid()
+        try:
+            self._lock = os.open(self.path / "lock", _LOCK_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError:
+            _remove(self.path)
+            raise
+        with contextlib.suppress(OSError):  # a filesystem without locks: the process tells alone
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def remove(self) -> None:
+        """Remove the folder and the plain files in it; the root too when it is empty. In a forked child only let go of it."""
+        os.close(self._lock)
+        if os.getpid() == self._owner:
+            _remove(self.path)
+
+
+def remove_orphans(directory: Path) -> list[Path]:
+    """Remove our user's folders below `directory` whose process is gone; returns them."""
+    removed = []
+    with contextlib.suppress(OSError):
+        root = _root(directory)
+        for entry in sorted(root.iterdir()) if _is_ours(root) else []:
+            match = _NAME.fullmatch(entry.name)
+            if match and _is_ours(entry) and _start_time(int(match[1])) != int(match[2]) and not _is_locked(entry / "lock"):
+                _remove(entry)
+                removed.append(entry)
+    return removed
+
+
+def _root(directory: Path) -> Path:
+    return directory / f"swapio-{os.getuid()}"
+
+
+def _is_ours(path: Path) -> bool | None:
+    """A folder, no link, that nobody else can write to: what is below it cannot change under us. `None` when there is nothing."""
+    with contextlib.suppress(FileNotFoundError):
+        found = path.lstat()
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return None
 
 
 def _start_time(pid: int) -> int | None:
-    try:
-        return int(psutil.Process(pid).create_time() * 1000)
-    except psutil.Error:
+    """When a process started, in a unit that does not change with the clock; `None` when it is gone."""
+    if not os.path.isdir("/proc/self"):
+        with contextlib.suppress(psutil.Error):
+            return int(psutil.Process(pid).create_time())
         return None
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        status, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[18]) if status not in "ZX" else None
+    return None
 
 
-def _checked_directory(path: Path, action: str) -> None:
-    """Make `path` (0700) or check that it is ours."""
+def _is_locked(path: Path) -> bool:
     try:
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-        found = path.lstat()
-    except OSError as error:
-        raise StorageError(action, name=path.name, path=str(path), offset=0, wanted=0, got=0, errno=error.errno or 5) from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise StorageError(
-            action, name=path.name, path=str(path), offset=0, wanted=0, got=0, why="it exists but is no folder of this user; remove or rename it"
-        )
+        fd = os.open(path, _LOCK_FLAGS)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    finally:
+        os.close(fd)
+    return False
 
 
-def make_scratch(directory: Path) -> Path:
-    """A new folder of this process below `directory`.
-
-    Raises:
-        StorageError: `directory` cannot be written, or a name of ours is taken by something that is not ours.
-    """
-    root = directory / f"swapio-{os.getuid()}"
-    _checked_directory(root, "making the swap folder")
-    remove_orphans(directory)
-    path = root / f"{os.getpid()}-{_start_time(os.getpid())}-{next(_counter)}"
-    _checked_directory(path, "making the swap folder")
-    return path
-
-
-def remove_scratch(path: Path) -> None:
-    """Remove a folder of `make_scratch` and the plain files in it; the root too when it is empty."""
+def _remove(path: Path) -> None:
     with contextlib.suppress(OSError):
         for entry in os.scandir(path):
             if entry.is_file(follow_symlinks=False):
                 os.unlink(entry.path)
         path.rmdir()
         path.parent.rmdir()
-
-
-def remove_orphans(directory: Path) -> list[Path]:
-    """Remove our user's folders below `directory` whose process is gone; returns them."""
-    root = directory / f"swapio-{os.getuid()}"
-    removed = []
-    with contextlib.suppress(OSError):
-        if root.is_symlink():
-            return []
-        for entry in sorted(root.iterdir()):
-            match = _NAME.fullmatch(entry.name)
-            if match and not entry.is_symlink() and entry.is_dir() and _start_time(int(match[1])) != int(match[2]):
-                remove_scratch(entry)
-                removed.append(entry)
-    return removed

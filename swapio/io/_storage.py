@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import abc
-import ctypes
+import contextlib
+import dataclasses
 import errno
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import ClassVar, Self
+from typing import Self
+
+import numpy as np
 
 from ..errors import ClosedError, StorageError
-from ..spec import Extent, round_up
+from ..spec import PAGE_NBYTES, Extent, round_up
 from ._extents import ExtentAllocator
 
-__all__ = ["MAX_TRANSFER_NBYTES", "Storage", "transfer_all"]
+__all__ = ["MAX_TRANSFER_NBYTES", "Choice", "LocalStorage", "Some", "Storage"]
 
 MAX_TRANSFER_NBYTES = 1 << 30
 """One system call moves at most 2,147,479,552 bytes on Linux; transfers above this are split."""
+
+Some = Callable[[int, memoryview, str], int]
+"""One attempt of a transfer: `(offset, buffer, name) -> bytes moved`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """Which backend serves a storage, why, and on what filesystem (its type, for example `"ext4"`; `"memory"` for none)."""
+
+    backend: str
+    reason: str
+    filesystem: str
 
 
 class Storage(abc.ABC):
@@ -27,28 +42,164 @@ class Storage(abc.ABC):
         kind: the backend's name.
         alignment: of the address, the offset and the length of every transfer, in bytes.
         path: where the bytes are, for messages.
+        choice: set by `open_storage`.
+        num_lanes: how many drives work side by side; `IOThreads` gives each its own queue.
 
     Two transfers of the same bytes at once, one of them a write, are the caller's to avoid.
     """
 
-    kind: ClassVar[str]
-    alignment: int = 1
+    kind: str
+    alignment: int = PAGE_NBYTES
     path: str
+    choice: Choice | None = None
+    num_lanes: int = 1
 
     def __init__(self) -> None:
-        self._extents = ExtentAllocator()
-        self._lock = threading.Lock()
+        self._state = threading.Lock()  # guards the two below; never held while anything blocks
         self._closed = False
+        self._in_flight = 0
 
+    @abc.abstractmethod
     def reserve(self, nbytes: int, *, name: str) -> Extent:
         """Allocate at least `nbytes` (rounded up to the alignment) for real; the content is undefined.
 
         Raises:
             StorageError: no room (ENOSPC), above a limit (EFBIG) or the quota; nothing is reserved then.
         """
+
+    @abc.abstractmethod
+    def free(self, extent: Extent) -> None:
+        """Give an extent back; later ones may reuse it."""
+
+    @property
+    @abc.abstractmethod
+    def reserved_nbytes(self) -> int:
+        """Bytes handed out and not given back."""
+
+    @property
+    @abc.abstractmethod
+    def end(self) -> int:
+        """One past the last byte that was ever reserved; nothing is transferred beyond."""
+
+    def read(self, offset: int, buffer: memoryview, *, name: str) -> None:
+        """Fill the whole buffer from `offset`.
+
+        Raises:
+            StorageError: the read failed or came up short, with how far it got; ValueError: misaligned; ClosedError.
+        """
+        if buffer.readonly:
+            raise ValueError(f"{name!r}: the buffer to read into is read-only")
+        self._checked("read", self._read_some, offset, buffer, name)
+
+    def write(self, offset: int, buffer: memoryview, *, name: str) -> None:
+        """Write the whole buffer at `offset`; errors as for `read`."""
+        self._checked("write", self._write_some, offset, buffer, name)
+
+    @abc.abstractmethod
+    def sync(self) -> None:
+        """Return when what was written before is durable."""
+
+    def close(self) -> None:
+        """Give everything up, the file included. Idempotent.
+
+        A transfer that is still in flight keeps the file open and closes it when it ends, so that it never meets another file under
+        the same descriptor.
+        """
+        with self._state:
+            if self._closed:
+                return
+            self._closed = True
+            idle = not self._in_flight
+        if idle:
+            self._release()
+
+    def lane(self, offset: int) -> tuple[int, int]:
+        """Which lane holds `offset`, and how many bytes from there on."""
+        return 0, MAX_TRANSFER_NBYTES
+
+    @abc.abstractmethod
+    def _read_some(self, offset: int, buffer: memoryview, name: str) -> int:
+        """One attempt; returns the bytes moved, 0 at the end of the file; OSError."""
+
+    @abc.abstractmethod
+    def _write_some(self, offset: int, buffer: memoryview, name: str) -> int:
+        """One attempt; returns the bytes moved; OSError."""
+
+    @abc.abstractmethod
+    def _release(self) -> None:
+        """Close for real; called once, when nothing is in flight."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def _open(self, name: str) -> Iterator[None]:
+        """Inside, the storage is not released."""
+        with self._state:
+            if self._closed:
+                raise ClosedError(f"the storage at {self.path} is closed; {name!r} cannot be reached")
+            self._in_flight += 1
+        try:
+            yield
+        finally:
+            with self._state:
+                self._in_flight -= 1
+                last = self._closed and not self._in_flight
+            if last:
+                self._release()
+
+    def _checked(self, action: str, some: Some, offset: int, buffer: memoryview, name: str) -> None:
+        with self._open(name):
+            if not buffer.contiguous or buffer.itemsize != 1:
+                raise ValueError(f"{name!r}: the buffer must be contiguous bytes, not {buffer.format!r} with strides {buffer.strides}")
+            if not buffer.nbytes:
+                return
+            address = int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
+            places = {"offset": offset, "length": buffer.nbytes, "address": address}
+            wrong = [f"{what} {n}" for what, n in places.items() if n % self.alignment or n < 0]
+            if wrong:
+                raise ValueError(f"{name!r}: {' and '.join(wrong)} must be a multiple of {self.alignment} for the {self.kind} backend")
+            if offset + buffer.nbytes > self.end:  # a write there would make the file longer, on nobody's account
+                why = f"only {self.end} bytes are reserved"
+                raise StorageError(action, name=name, path=self.path, offset=offset, wanted=buffer.nbytes, got=0, why=why)
+            self._transfer(action, some, offset, buffer, name)
+
+    def _transfer(self, action: str, some: Some, offset: int, buffer: memoryview, name: str) -> None:
+        """Repeat `some` until the buffer is done; a short transfer goes on at the last aligned byte that it reached."""
+        done = 0
+        while done < buffer.nbytes:
+            code, why = errno.EIO, "the file ends here (was it truncated?)"
+            cause = None
+            try:
+                moved = some(offset + done, buffer[done : done + MAX_TRANSFER_NBYTES], name)
+            except InterruptedError:
+                continue
+            except StorageError:
+                raise
+            except OSError as error:
+                moved, code, why, cause = 0, error.errno or errno.EIO, "", error
+            moved -= moved % self.alignment
+            if moved <= 0:
+                raise StorageError(
+                    action, name=name, path=self.path, offset=offset, wanted=buffer.nbytes, got=done, errno=code, why=why
+                ) from cause
+            done += moved
+
+
+class LocalStorage(Storage):
+    """A storage with one space of its own, that grows at the end and reuses what was freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._extents = ExtentAllocator()
+        self._space = threading.Lock()  # held while the file grows
+
+    def reserve(self, nbytes: int, *, name: str) -> Extent:
         nbytes = round_up(nbytes, self.alignment)
-        with self._lock:
-            self._check_open(name)
+        with self._open(name), self._space:
             end = self._extents.end
             extent = self._extents.take(nbytes)
             if self._extents.end > end:
@@ -60,102 +211,18 @@ class Storage(abc.ABC):
             return extent
 
     def free(self, extent: Extent) -> None:
-        """Give an extent back; later ones may reuse it."""
-        with self._lock:
-            if not self._closed:
-                self._extents.give_back(extent)
+        with self._space:
+            self._extents.give_back(extent)
 
     @property
     def reserved_nbytes(self) -> int:
-        """Bytes handed out and not given back."""
-        with self._lock:
+        with self._space:
             return self._extents.end - self._extents.free_nbytes
 
-    def read(self, offset: int, buffer: memoryview, *, name: str) -> None:
-        """Fill the whole buffer from `offset`.
-
-        Raises:
-            StorageError: the read failed or came up short, with how far it got; ValueError: misaligned; ClosedError.
-        """
-        self._check(offset, buffer, name)
-        transfer_all(self._read_some, "read", offset, buffer, name, self.path)
-
-    def write(self, offset: int, buffer: memoryview, *, name: str) -> None:
-        """Write the whole buffer at `offset`; errors as for `read`."""
-        self._check(offset, buffer, name)
-        transfer_all(self._write_some, "write", offset, buffer, name, self.path)
+    @property
+    def end(self) -> int:
+        return self._extents.end
 
     @abc.abstractmethod
     def _grow(self, offset: int, nbytes: int, name: str) -> None:
         """Allocate the range at the end of the space; StorageError if it cannot be had."""
-
-    @abc.abstractmethod
-    def _read_some(self, offset: int, buffer: memoryview) -> int:
-        """One transfer; returns the bytes moved, 0 at the end of the file; OSError."""
-
-    @abc.abstractmethod
-    def _write_some(self, offset: int, buffer: memoryview) -> int:
-        """One transfer; returns the bytes moved; OSError."""
-
-    @abc.abstractmethod
-    def sync(self) -> None:
-        """Return when what was written before is durable."""
-
-    def close(self) -> None:
-        """Give everything up, the file included. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        self._release()
-
-    @abc.abstractmethod
-    def _release(self) -> None:
-        """Close for real; called once."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    def _check_open(self, name: str) -> None:
-        if self._closed:
-            raise ClosedError(f"the storage at {self.path} is closed; {name!r} cannot be reached")
-
-    def _check(self, offset: int, buffer: memoryview, name: str) -> None:
-        self._check_open(name)
-        if not buffer.contiguous or buffer.itemsize != 1:
-            raise ValueError(f"{name!r}: the buffer must be contiguous bytes, not {buffer.format!r} with strides {buffer.strides}")
-        align = self.alignment
-        wrong = [f"{what} {n}" for what, n in (("offset", offset), ("length", buffer.nbytes)) if n % align or n < 0]
-        if align > 1 and buffer.nbytes and not buffer.readonly:
-            address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-            wrong += [f"address {address:#x}"] if address % align else []
-        if wrong:
-            raise ValueError(f"{name!r}: {' and '.join(wrong)} must be a multiple of {align} for the {self.kind} backend")
-
-
-def transfer_all(some: Callable[[int, memoryview], int], action: str, offset: int, buffer: memoryview, name: str, path: str) -> None:
-    """Repeat `some(offset, buffer) -> moved` until the buffer is done; short transfers go on where they ended.
-
-    Raises:
-        StorageError: `some` raised OSError, or moved nothing (the end of the file: EIO).
-    """
-    done = 0
-    while done < buffer.nbytes:
-        try:
-            moved = some(offset + done, buffer[done : done + MAX_TRANSFER_NBYTES])
-        except InterruptedError:
-            continue
-        except OSError as error:
-            if isinstance(error, StorageError):
-                raise
-            raise StorageError(
-                action, name=name, path=path, offset=offset, wanted=buffer.nbytes, got=done, errno=error.errno or errno.EIO
-            ) from error
-        if moved <= 0:
-            raise StorageError(
-                action, name=name, path=path, offset=offset, wanted=buffer.nbytes, got=done, why="the file ends here (was it truncated?)"
-            )
-        done += moved

@@ -3,7 +3,8 @@
 Nothing else in the package imports this. `StorageConformance` needs pytest.
 """
 
-from ._conformance import StorageConformance, aligned_buffer
-from ._wrappers import FaultyStorage, GatedStorage
+from ..io import aligned_buffer
+from ._conformance import StorageConformance
+from ._wrappers import FaultyStorage, GatedStorage, nth
 
-__all__ = ["FaultyStorage", "GatedStorage", "StorageConformance", "aligned_buffer"]
+__all__ = ["FaultyStorage", "GatedStorage", "StorageConformance", "aligned_buffer", "nth"]

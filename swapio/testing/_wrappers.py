@@ -9,92 +9,75 @@ import time
 from collections.abc import Callable
 
 from ..errors import StorageError
-from ..io import Storage, transfer_all
+from ..io import Storage, WrapperStorage
 from ..spec import Extent
 
-__all__ = ["FaultyStorage", "GatedStorage"]
+__all__ = ["FaultyStorage", "GatedStorage", "nth"]
 
 
-class _Wrapper(Storage):
-    kind = "wrapper"
+def nth(action: str, number: int, code: int) -> Callable[[str, str], int]:
+    """A `FaultyStorage.fail` that answers `code` to the `number`-th call (from 1) of `"read"`, `"write"` or `"reserve"`."""
+    calls = 0
 
-    def __init__(self, inner: Storage) -> None:
-        super().__init__()
-        self.inner = inner
-        self.alignment = inner.alignment
-        self.path = inner.path
+    def fail(asked: str, name: str) -> int:
+        nonlocal calls
+        calls += asked == action
+        return code if asked == action and calls == number else 0
 
-    def reserve(self, nbytes: int, *, name: str) -> Extent:
-        return self.inner.reserve(nbytes, name=name)
-
-    def free(self, extent: Extent) -> None:
-        self.inner.free(extent)
-
-    @property
-    def reserved_nbytes(self) -> int:
-        return self.inner.reserved_nbytes
-
-    def _grow(self, offset: int, nbytes: int, name: str) -> None:
-        raise NotImplementedError("reserve is the inner storage's")
-
-    def _read_some(self, offset: int, buffer: memoryview) -> int:
-        return self.inner._read_some(offset, buffer)
-
-    def _write_some(self, offset: int, buffer: memoryview) -> int:
-        return self.inner._write_some(offset, buffer)
-
-    def sync(self) -> None:
-        self.inner.sync()
-
-    def _release(self) -> None:
-        self.inner.close()
+    return fail
 
 
-class FaultyStorage(_Wrapper):
+class FaultyStorage(WrapperStorage):
     """Fails single system calls of an inner storage.
 
     Attributes that may be changed at any time:
         fail: `(action, name) -> errno or 0`, asked for each call; `action` is "read", "write" or "reserve".
         most_nbytes: the largest transfer of one call; makes every longer one short.
         interrupt_every: every n-th call raises EINTR first.
+        truncated_at: offset at which the file seems to end.
     """
 
-    kind = "faulty"
-
     def __init__(
-        self, inner: Storage, *, fail: Callable[[str, str], int] | None = None, most_nbytes: int | None = None, interrupt_every: int = 0
+        self,
+        inner: Storage,
+        *,
+        fail: Callable[[str, str], int] | None = None,
+        most_nbytes: int | None = None,
+        interrupt_every: int = 0,
+        truncated_at: int | None = None,
     ) -> None:
         super().__init__(inner)
         self.fail = fail
         self.most_nbytes = most_nbytes
         self.interrupt_every = interrupt_every
+        self.truncated_at = truncated_at
         self.num_calls = 0
 
     def reserve(self, nbytes: int, *, name: str) -> Extent:
         code = self.fail("reserve", name) if self.fail else 0
         if code:
-            raise StorageError("reserve", name=name, path=self.path, offset=0, wanted=nbytes, got=0, errno=code)
+            raise StorageError("reserve", name=name, path=self.path, offset=self.end, wanted=nbytes, got=0, errno=code)
         return super().reserve(nbytes, name=name)
 
-    def read(self, offset: int, buffer: memoryview, *, name: str) -> None:
-        self._check(offset, buffer, name)
-        transfer_all(lambda o, b: self._call("read", name, self.inner._read_some, o, b), "read", offset, buffer, name, self.path)
+    def _read_some(self, offset: int, buffer: memoryview, name: str) -> int:
+        return super()._read_some(offset, self._cut("read", offset, buffer, name), name)
 
-    def write(self, offset: int, buffer: memoryview, *, name: str) -> None:
-        self._check(offset, buffer, name)
-        transfer_all(lambda o, b: self._call("write", name, self.inner._write_some, o, b), "write", offset, buffer, name, self.path)
+    def _write_some(self, offset: int, buffer: memoryview, name: str) -> int:
+        return super()._write_some(offset, self._cut("write", offset, buffer, name), name)
 
-    def _call(self, action: str, name: str, move: Callable[[int, memoryview], int], offset: int, buffer: memoryview) -> int:
+    def _cut(self, action: str, offset: int, buffer: memoryview, name: str) -> memoryview:
         self.num_calls += 1
         if self.interrupt_every and self.num_calls % self.interrupt_every == 0:
             raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
         code = self.fail(action, name) if self.fail else 0
         if code:
             raise OSError(code, os.strerror(code))
-        return move(offset, buffer[: self.most_nbytes] if self.most_nbytes else buffer)
+        if self.truncated_at is not None:
+            buffer = buffer[: max(self.truncated_at - offset, 0)]
+        return buffer[: self.most_nbytes]
 
 
-class GatedStorage(_Wrapper):
+class GatedStorage(WrapperStorage):
     """Holds reads or writes back until their gate is opened, or delays each.
 
     Attributes:
@@ -102,8 +85,6 @@ class GatedStorage(_Wrapper):
         read_latency_s, write_latency_s: added to each transfer.
         waiting: transfers that stand before a closed gate.
     """
-
-    kind = "gated"
 
     def __init__(self, inner: Storage, *, read_latency_s: float = 0.0, write_latency_s: float = 0.0) -> None:
         super().__init__(inner)
@@ -115,13 +96,13 @@ class GatedStorage(_Wrapper):
         self.write_latency_s = write_latency_s
         self.waiting = threading.Semaphore(0)
 
-    def read(self, offset: int, buffer: memoryview, *, name: str) -> None:
+    def _read_some(self, offset: int, buffer: memoryview, name: str) -> int:
         self._pass(self.reads, self.read_latency_s)
-        self.inner.read(offset, buffer, name=name)
+        return super()._read_some(offset, buffer, name)
 
-    def write(self, offset: int, buffer: memoryview, *, name: str) -> None:
+    def _write_some(self, offset: int, buffer: memoryview, name: str) -> int:
         self._pass(self.writes, self.write_latency_s)
-        self.inner.write(offset, buffer, name=name)
+        return super()._write_some(offset, buffer, name)
 
     def _pass(self, gate: threading.Event, latency_s: float) -> None:
         if not gate.is_set():
