@@ -1,4 +1,4 @@
-"""The commands. Errors of ours are one line and exit code 1; others are bugs and keep their traceback."""
+"""The commands. An error of ours is one line and exit code 1 or 2; anything else is a bug and keeps its traceback."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from rich.console import Console
 
 import swapio
 
-from ..errors import SwapioError
+from ..errors import BudgetError, ConfigError, SwapioError
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Train PyTorch models larger than the machine's memory.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train PyTorch models larger than the machine's memory.",
+)
 
 
 class Offload(enum.StrEnum):
@@ -25,6 +30,7 @@ class Offload(enum.StrEnum):
 
 
 class Dtype(enum.StrEnum):
+    auto = "auto"
     bf16 = "bf16"
     fp32 = "fp32"
 
@@ -36,40 +42,46 @@ def _version(value: bool) -> None:
 
 
 @app.callback()
-def _options(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False) -> None:
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
     pass
 
 
 @app.command()
 def demo(
     offload: Annotated[Offload, typer.Option(help="Where weights and optimizer state rest.")] = Offload.nvme,
-    nvme_path: Annotated[Path | None, typer.Option(help="Directory on a local drive; default: the one with the most room.")] = None,
-    host_memory: Annotated[str | None, typer.Option(help='Hard limit of host memory, like "768MiB".')] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the log and the picture.")] = Path("demo-out"),
-    layers: Annotated[int, typer.Option(min=1)] = 8,
-    dim: Annotated[int, typer.Option(min=64, help="A multiple of 64.")] = 512,
-    seq: Annotated[int, typer.Option(min=1)] = 128,
-    batch: Annotated[int, typer.Option(min=1)] = 4,
-    steps: Annotated[int, typer.Option(min=1)] = 100,
-    seed: Annotated[int, typer.Option()] = 0,
-    lr: Annotated[float, typer.Option(help="AdamW's learning rate.")] = 6e-4,
-    dtype: Annotated[Dtype, typer.Option(help="Of the weights; bf16 has exact fp32 masters.")] = Dtype.bf16,
-    device: Annotated[str, typer.Option(help='Where to compute: "auto", "cpu", "cuda", "simulated".')] = "auto",
+    nvme_path: Annotated[Path | None, typer.Option(help="A directory on a local drive; default: the drive with the most room.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help='Hard limit of host memory, like "768MiB"; default: half of the state.')] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the log (JSONL), the summary (JSON) and the picture (PNG).")] = Path("demo-out"),
+    layers: Annotated[int, typer.Option(min=1)] = 4,
+    dim: Annotated[int, typer.Option(min=64, help="Width of the model, a multiple of 64.")] = 256,
+    seq: Annotated[int, typer.Option(min=1, help="Bytes of text in one sequence.")] = 128,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences in one step.")] = 8,
+    steps: Annotated[int, typer.Option(min=1)] = 150,
+    seed: Annotated[int, typer.Option(min=0, help="Of the initial weights and the order of the data.")] = 0,
+    lr: Annotated[float, typer.Option(help="AdamW's highest learning rate.")] = 1e-3,
+    dtype: Annotated[Dtype, typer.Option(help="Of the weights; bf16 has exact fp32 masters. auto: bf16 where it is fast.")] = Dtype.auto,
+    device: Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda, cuda:1, or simulated.")] = "auto",
 ) -> None:
-    """Train a byte-level GPT on real text, everything on the drive, and show what moves."""
+    """Train a byte-level GPT on real text, everything on the drive, and show what moved and what it cost."""
     from ._demo import DemoOptions, run_demo
 
-    if host_memory is None and offload is Offload.nvme:
-        host_memory = "160MiB"
-    run_demo(
-        DemoOptions(offload.value, nvme_path, host_memory, out, layers, dim, seq, batch, steps, seed, lr, dtype.value, device), Console()
-    )
+    options = DemoOptions(
+        offload.value, nvme_path, host_memory, out, layers, dim, seq, batch, steps, seed, lr, dtype.value, device
+    )  # fmt: skip
+    if run_demo(options, Console(highlight=False)).interrupted:
+        raise typer.Exit(130)
 
 
 def main() -> None:
-    """The entry point of `swapio` and `python -m swapio`."""
+    """The entry point of `swapio` and `python -m swapio`. Exit code 2: what was asked for cannot work; 1: something failed."""
     try:
         app()
     except SwapioError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
-        raise SystemExit(1) from None
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {_plain(error)}")
+        raise SystemExit(2 if isinstance(error, ConfigError | BudgetError) else 1) from None
+
+
+def _plain(error: Exception) -> str:
+    return str(error).replace("[", "\\[")  # rich would take [EIO] for a style

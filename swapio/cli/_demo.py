@@ -1,226 +1,321 @@
-"""`swapio demo`: a GPT that lives on the drive learns real text."""
+"""`swapio demo`: a GPT that lives on the drive learns real text, and says what it costs."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-import os
-import resource
-import shutil
+import platform
+import signal
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Self
 
 import psutil
 import torch
 from rich.console import Console
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..engine import Engine, initialize
-from ..errors import ConfigError
-from ..report import plot_training, training_table
+from ..errors import BudgetError, ConfigError
+from ..report import LiveRun, StepEntry, Totals, memory_table, plot_run, time_table
 from ..spec import format_nbytes, parse_nbytes
 from ._data import Corpus
+from ._meter import StepMeter, peak_rss
+from ._place import pick_directory
 from .gpt import GPT, GPTConfig
 
-__all__ = ["DemoOptions", "pick_directory", "run_demo"]
+__all__ = ["DemoOptions", "DemoResult", "run_demo"]
 
-_KEPT_FREE = 2 << 30
-_NO_DRIVE = {"tmpfs", "ramfs", "devtmpfs", "proc", "sysfs", "squashfs", "nfs", "nfs4", "cifs", "9p", "fuse", "fuse.sshfs"}
+_PROMPT = b"The "
+_SAMPLE_TOKENS = 240
+_SAMPLE_SECONDS = 15.0
+_STATE_NBYTES = 12  # per parameter and for both dtypes: weight 2 and lower half 2, or fp32 weight 4; both moments 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """The command's options."""
+    """The command's options; None stands for a choice by the demo."""
 
-    offload: str
-    nvme_path: Path | None
-    host_memory: str | None
-    out: Path
-    layers: int
-    dim: int
-    seq: int
-    batch: int
-    steps: int
-    seed: int
-    lr: float
-    dtype: str
-    device: str
+    offload: str = "nvme"
+    nvme_path: Path | None = None
+    host_memory: str | None = None
+    out: Path = Path("demo-out")
+    layers: int = 4
+    dim: int = 256
+    seq: int = 128
+    batch: int = 8
+    steps: int = 150
+    seed: int = 0
+    lr: float = 1e-3
+    dtype: str = "auto"
+    device: str = "auto"
+
+    @property
+    def shape(self) -> GPTConfig:
+        """The model's."""
+        return GPTConfig(Corpus.vocab_size, self.seq, self.layers, self.dim, self.dim // 64)
 
 
-def run_demo(options: DemoOptions, console: Console) -> list[dict[str, Any]]:
-    """Train, show, and write `demo.jsonl`, `demo.png`; returns the log, one entry per step.
+@dataclasses.dataclass(frozen=True, slots=True)
+class DemoResult:
+    """What a run gave."""
+
+    losses: list[float]
+    interrupted: bool
+    peak_rss: int
+    files: list[Path]
+
+
+def run_demo(options: DemoOptions, console: Console) -> DemoResult:
+    """Train, show, and write `demo.jsonl`, `demo.json` and `demo.png`.
+
+    Batches and initial weights depend on the seed only, so losses of different `offload` can be compared digit for digit.
 
     Raises:
-        ConfigError, BudgetError, StorageError: what was asked for cannot work; said before training starts.
+        ConfigError, BudgetError, StorageError: what was asked for cannot work; nearly always before training starts.
     """
     if options.dim % 64:
-        raise ConfigError(f"--dim: {options.dim} is no multiple of 64", key="dim", value=options.dim)
-    shape = GPTConfig(Corpus.vocab_size, options.seq, options.layers, options.dim, max(options.dim // 64, 1))
-    state_nbytes = shape.num_params * (12 if options.dtype == "bf16" else 12)
-    host_memory = options.host_memory or "auto"
-    if host_memory != "auto":
-        parse_nbytes(host_memory, key="--host-memory")
+        raise ConfigError(f"--dim: {options.dim} is no multiple of 64, the width of a head", key="dim", value=options.dim)
+    if options.host_memory is not None and options.host_memory != "auto":
+        parse_nbytes(options.host_memory, key="--host-memory")
+    dtype, dtype_reason = _choose_dtype(options)
+    corpus = Corpus()
+    if options.seq > len(corpus.tokens) - 2:
+        raise ConfigError(f"--seq: {options.seq} is longer than the text, {len(corpus.tokens)} bytes", key="seq", value=options.seq)
+    log_path, png_path, json_path = (_in(options.out, name) for name in ("demo.jsonl", "demo.png", "demo.json"))
+    state_nbytes = _STATE_NBYTES * options.shape.num_params
+    _explain_model(options, dtype, dtype_reason, console)
+    with contextlib.ExitStack() as stack:
+        path = _place(options, state_nbytes, console)
+        engine = _initialize(options, dtype, path, state_nbytes, console)
+        stack.callback(engine.abandon)  # close() would bring the weights back into memory only to drop them
+        stop = stack.enter_context(_StopAfterStep(console))
+        log = stack.enter_context(log_path.open("w", encoding="utf-8"))
+        meter = StepMeter(engine)
+        totals, losses = Totals(), []
+        with LiveRun(console, num_steps=options.steps) as live:
+            for step in range(1, options.steps + 1):
+                entry = _step(engine, corpus, meter, options, step)
+                totals.add(entry)
+                losses.append(entry.loss)
+                log.write(json.dumps(entry.as_dict()) + "\n")
+                log.flush()  # a run that is killed leaves what it did
+                live.update(entry)
+                if stop.asked:
+                    break
+        peak = peak_rss()
+        stats = engine.stats()
+        _show_sample(engine, options, stop, console)
+    _explain_result(losses, stats, totals, peak, console)
+    log.close()
+    summary = _summary(options, dtype, stats, totals, losses, peak, interrupted=stop.asked)
+    json_path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    files = [log_path, json_path]
+    entries = [json.loads(line) for line in log_path.read_text(encoding="utf-8").splitlines()]
+    if plot_run(entries, png_path, title=_title(options, dtype, stats)):
+        files.append(png_path)
+    else:
+        console.print('No picture: matplotlib is not installed (pip install "swapio\\[plot]").')
+    console.print(f"Written: {', '.join(map(str, files))}. The swap file is gone.", soft_wrap=True)
+    if options.offload == "nvme" and not stop.asked:
+        console.print("The same command with [bold]--offload none[/] keeps everything in memory; its losses are the same, digit for digit.")
+    return DemoResult(losses, stop.asked, peak, files)
+
+
+def _in(folder: Path, name: str) -> Path:
+    """`folder / name`, replacing what an earlier run left there.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    path = folder / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        path.touch()
+        path.unlink()
+    except OSError as error:
+        raise ConfigError(f"--out: {folder} cannot be written ({error.strerror}); give another folder", key="out", value=folder) from error
+    return path
+
+
+def _choose_dtype(options: DemoOptions) -> tuple[str, str]:
+    if options.dtype != "auto":
+        return options.dtype, "as asked"
+    if options.device.startswith("cuda") or (options.device == "auto" and torch.cuda.is_available()):
+        return "bf16", "the accelerator computes in it"
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    if supported is not None and supported():
+        return "bf16", "this processor computes in it"
+    return "fp32", "this processor has no instructions for bf16, which would be ten times slower; --dtype bf16 takes it all the same"
+
+
+def _explain_model(options: DemoOptions, dtype: str, reason: str, console: Console) -> None:
+    shape = options.shape
+    weights = "2 of weight in bf16, 2 that make it the exact fp32 master" if dtype == "bf16" else "4 of weight in fp32"
+    gradient = 2 if dtype == "bf16" else 4
     console.print(
-        f"[bold]A GPT of {shape.num_params / 1e6:.1f}M parameters[/], {options.layers} layers of {options.dim}. Its weights and AdamW's "
-        f"state are {format_nbytes(state_nbytes)}: 12 bytes per parameter."
+        f"[bold]The model.[/] A GPT of {shape.num_params / 1e6:.1f} million parameters ({options.layers} layers, {options.dim} wide) that "
+        f"predicts the next byte of Python's own documentation. AdamW needs {_STATE_NBYTES} bytes per parameter, {weights} and 8 of "
+        f"moments: [bold]{format_nbytes(_STATE_NBYTES * shape.num_params)}[/] of state, and "
+        f"{format_nbytes(gradient * shape.num_params)} of gradients while a step runs. Computing in {dtype}: {reason}."
     )
-    options.out.mkdir(parents=True, exist_ok=True)
-    with _place(options, state_nbytes, console) as path:
-        torch.manual_seed(options.seed)
-        engine = initialize(model=GPT(shape), config=_config(options, path, host_memory))[0]
-        with engine:
-            log = _train(engine, options, console)
-            if log:
-                _show_sample(engine, options, console)
-            peak_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            stats = engine.stats()
-            seconds = sum(entry["seconds"] for entry in log)
-            # its weights would come back into memory only to be dropped
-            engine.abandon()
-    console.print(training_table(stats, seconds=seconds, num_steps=len(log), peak_rss=peak_rss))
-    _write(options, log, console)
-    return log
 
 
-def _config(options: DemoOptions, path: Path | None, host_memory: str) -> dict[str, Any]:
+def _place(options: DemoOptions, state_nbytes: int, console: Console) -> Path | None:
+    """The directory for the swap file, None when none is needed."""
+    if options.offload != "nvme":
+        console.print(f"[bold]The place.[/] Memory: nothing goes to a drive (--offload {options.offload}).")
+        return None
+    if options.nvme_path is not None:
+        path, why = options.nvme_path, "as asked"
+        if not path.is_dir():
+            raise ConfigError(f"--nvme-path: {path} is no directory; make it, or give another", key="nvme_path", value=path)
+    else:
+        place, why = pick_directory(state_nbytes)
+        path, why = place.path, f"{why}, {place.filesystem} with {format_nbytes(place.free_nbytes)} free; --nvme-path chooses another"
+    console.print(
+        f"[bold]The place.[/] The state rests in a file in {path} ({why}). A step fetches what it uses, layer by layer, ahead of "
+        f"time where it can guess, and writes back what changed."
+    )
+    return path
+
+
+def _initialize(options: DemoOptions, dtype: str, path: Path | None, state_nbytes: int, console: Console) -> Engine:
+    torch.manual_seed(options.seed)
+    model = GPT(options.shape)
+    if options.host_memory is not None or options.offload != "nvme":
+        engine = initialize(model=model, config=_config(options, dtype, path, options.host_memory or "auto"))[0]
+        why = "as asked" if options.host_memory is not None else "what this machine has to spare"
+    else:
+        half = -(-state_nbytes // 2**21) * 2**20
+        try:
+            engine = initialize(model=model, config=_config(options, dtype, path, half))[0]
+            why = "half of the state, so that the drive has work to do; --host-memory chooses another"
+        except BudgetError as error:
+            if error.works_nbytes is None:
+                raise
+            engine = initialize(model=model, config=_config(options, dtype, path, error.works_nbytes))[0]
+            why = "the least that works for this model; --host-memory chooses another"
+    budget = engine.stats()["host_memory_budget"]
+    console.print(
+        f"[bold]The budget.[/] {'No limit' if budget is None else format_nbytes(budget)} of host memory for weights, gradients and "
+        f"state in transit ({why}). It is a hard limit; what is left of it keeps a part of the state from one step to the next."
+    )
+    return engine
+
+
+def _config(options: DemoOptions, dtype: str, path: Path | None, host_memory: int | str) -> dict[str, Any]:
     where = {"device": options.offload} | ({"nvme_path": str(path)} if path is not None else {})
     return {
         "train_batch_size": options.batch,
-        "bf16": {"enabled": options.dtype == "bf16"},
+        "bf16": {"enabled": dtype == "bf16"},
         "optimizer": {"type": "AdamW", "params": {"lr": options.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
         "zero_optimization": {"stage": 3, "offload_param": where, "offload_optimizer": where},
         "swapio": {"host_memory": host_memory, "device": options.device},
     }
 
 
-@contextmanager
-def _place(options: DemoOptions, nbytes: int, console: Console) -> Iterator[Path | None]:
-    """The directory for the swap file; one made for the demo is removed after it."""
-    if options.offload != "nvme":
-        console.print(f"Nothing goes to a drive (--offload {options.offload}).")
-        yield None
+def _step(engine: Engine, corpus: Corpus, meter: StepMeter, options: DemoOptions, step: int) -> StepEntry:
+    # up over the first tenth, then down to a tenth; a change of lr counts from the next step on
+    rate = options.lr * min(1.0, step / max(1.0, 0.1 * options.steps)) * (1 - 0.9 * (step - 1) / options.steps)
+    for group in engine.optimizer.param_groups if engine.optimizer is not None else ():
+        group["lr"] = rate
+    inputs, targets = corpus.batch(step, seed=options.seed, batch=options.batch, seq=options.seq)
+    meter.start()
+    loss = engine(inputs.to(engine.device), targets.to(engine.device))
+    meter.end("forward")
+    engine.backward(loss)
+    meter.end("backward")
+    engine.step()
+    value = loss.item()
+    meter.end("optimizer")
+    return meter.entry(step=step, loss=value, tokens=options.batch * options.seq, learning_rate=rate)
+
+
+def _show_sample(engine: Engine, options: DemoOptions, stop: _StopAfterStep, console: Console) -> None:
+    if stop.asked:
         return
-    if options.nvme_path is not None:
-        console.print(f"All of it rests on the drive, in {options.nvme_path}; host memory holds what is in use.")
-        yield options.nvme_path
-        return
-    parent, why = pick_directory(nbytes)
-    console.print(f"All of it rests on the drive, in {parent} ({why}); host memory holds what is in use. --nvme-path chooses another.")
-    path = Path(tempfile.mkdtemp(prefix="swapio-demo-", dir=parent))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def pick_directory(nbytes: int) -> tuple[Path, str]:
-    """A writable directory on the local drive with the most room, and why it was chosen.
-
-    Raises:
-        ConfigError: none has `nbytes` and a reserve free.
-    """
-    kinds = {p.mountpoint: p.fstype for p in psutil.disk_partitions(all=True)}
-    best: tuple[int, Path, str] | None = None
-    for candidate in (Path.cwd(), Path(tempfile.gettempdir()), Path("/var/tmp"), Path.home(), *map(Path, kinds)):
-        mount = next((str(p) for p in (candidate, *candidate.parents) if str(p) in kinds), "/")
-        kind = kinds.get(mount, "")
-        if kind in _NO_DRIVE or not candidate.is_dir() or not os.access(candidate, os.W_OK | os.X_OK):
-            continue
-        free = shutil.disk_usage(candidate).free
-        if best is None or free > best[0]:
-            best = (free, candidate, kind)
-    if best is None or best[0] < nbytes + _KEPT_FREE:
-        found = f"the most that any local drive has is {format_nbytes(best[0])} in {best[1]}" if best else "no local drive is writable"
-        raise ConfigError(
-            f"--nvme-path: {format_nbytes(nbytes + _KEPT_FREE)} of free space are needed, but {found}; give --nvme-path, or fewer --layers",
-            key="nvme_path",
-        )
-    return best[1], f"{best[2] or 'local drive'}, {format_nbytes(best[0])} free, the most of all here"
-
-
-def _train(engine: Engine, options: DemoOptions, console: Console) -> list[dict[str, Any]]:
-    corpus = Corpus()
-    process = psutil.Process()
-    log: list[dict[str, Any]] = []
-    progress = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}"), console=console)
-    task = progress.add_task("", total=options.steps)
-    before = engine.stats()
-    device = engine.device
-    with Live(progress, console=console, refresh_per_second=4) if console.is_terminal else _nothing():
-        try:
-            for step in range(options.steps):
-                start = time.perf_counter()
-                inputs, targets = corpus.batch(step, seed=options.seed, batch=options.batch, seq=options.seq)
-                loss = engine(inputs.to(device), targets.to(device))
-                engine.backward(loss)
-                engine.step()
-                value = loss.item()
-                del loss
-                seconds = time.perf_counter() - start
-                stats = engine.stats()
-                entry = {
-                    "step": step,
-                    "loss": value,
-                    "seconds": seconds,
-                    "bytes_read": stats["bytes_read"] - before["bytes_read"],
-                    "bytes_written": stats["bytes_written"] - before["bytes_written"],
-                    "stall_seconds": stats["stall_seconds"] - before["stall_seconds"],
-                    "rss": process.memory_info().rss,
-                } | {k: stats[k] for k in ("host_memory_used", "host_memory_budget", "bytes_on_nvme", "bytes_on_host", "bytes_on_device")}
-                before = stats
-                log.append(entry)
-                text = _line(entry, options)
-                progress.update(task, advance=1, description=text)
-                if not console.is_terminal and (step % max(options.steps // 20, 1) == 0 or step == options.steps - 1):
-                    console.print(f"step {step + 1}/{options.steps}  {text}")
-        except KeyboardInterrupt:
-            console.print("[yellow]Interrupted: stopping after the last whole step.[/]")
-    return log
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
-def _line(entry: dict[str, Any], options: DemoOptions) -> str:
-    seconds = entry["seconds"]
-    budget = entry["host_memory_budget"]
-    return (
-        f"loss {entry['loss']:.4f}  {options.batch * options.seq / seconds:.0f} tokens/s  "
-        f"drive {entry['bytes_read'] / seconds / 1e9:.2f} GB/s read {entry['bytes_written'] / seconds / 1e9:.2f} written  "
-        f"RAM {format_nbytes(entry['host_memory_used'])}" + (f" of {format_nbytes(budget)}" if budget is not None else "")
-        + f"  waiting {100 * entry['stall_seconds'] / seconds:.0f}%"
-    )  # fmt: skip
-
-
-def _show_sample(engine: Engine, options: DemoOptions, console: Console) -> None:
-    prompt = b"The "
-    idx = torch.tensor([list(prompt)], dtype=torch.int64, device=engine.device)
+    console.print(f"[bold]What it writes by now,[/] after {_PROMPT.decode()!r}:")
     engine.eval()
-    generated = engine.module.generate(idx, 60, generator=torch.Generator().manual_seed(options.seed))  # type: ignore[operator]
-    text = bytes(generated[0].tolist()).decode("utf-8", errors="replace")
-    console.print("What it writes by now:", highlight=False)
-    console.print(f"  {text!r}", highlight=False, markup=False)
+    generator = torch.Generator().manual_seed(options.seed)
+    idx = torch.tensor([list(_PROMPT)], dtype=torch.int64, device=engine.device)
+    started = time.monotonic()
+    for _ in range(_SAMPLE_TOKENS):
+        idx = engine.generate(idx, 1, generator=generator)
+        if stop.asked or time.monotonic() - started > _SAMPLE_SECONDS:
+            break
+    text = bytes(idx[0].tolist()).decode("utf-8", errors="replace")
+    console.print("\n".join("  " + line for line in text.splitlines() if line.strip()), style="cyan", highlight=False, markup=False)
 
 
-def _write(options: DemoOptions, log: list[dict[str, Any]], console: Console) -> None:
-    jsonl = options.out / "demo.jsonl"
-    jsonl.write_text("".join(json.dumps(entry) + "\n" for entry in log))
-    files = str(jsonl)
-    if log:
-        first, last = log[0]["loss"], log[-1]["loss"]
-        console.print(f"The loss went from [bold]{first:.3f}[/] to [bold]{last:.3f}[/] in {len(log)} steps.")
-        title = f"{options.layers} x {options.dim}, --offload {options.offload}, --host-memory {options.host_memory or 'auto'}"
-        png = options.out / "demo.png"
-        if plot_training(log, png, title=title):
-            files += f" and {png}"
-        else:
-            print('no picture: matplotlib is not installed (pip install "swapio[plot]")', file=sys.stderr)
-    console.print(f"Written: {files}", soft_wrap=True)
+def _explain_result(losses: list[float], stats: dict[str, Any], totals: Totals, peak: int, console: Console) -> None:
+    tail = losses[-max(len(losses) // 10, 1) :]
+    console.print(
+        f"[bold]The result.[/] The loss went from {losses[0]:.3f} to {sum(tail) / len(tail):.3f} nats per byte (the mean of the last "
+        f"{len(tail)}) in {len(losses)} steps; a blind guess costs 5.545."
+    )
+    console.print()
+    console.print(memory_table(stats, totals, peak_rss=peak))
+    console.print()
+    console.print(time_table(totals))
+    console.print()
+
+
+def _title(options: DemoOptions, dtype: str, stats: dict[str, Any]) -> str:
+    budget = stats["host_memory_budget"]
+    return (
+        f"GPT {options.layers} x {options.dim}, {options.shape.num_params / 1e6:.1f}M parameters, {dtype}, --offload {options.offload}, "
+        f"host memory {'without limit' if budget is None else format_nbytes(budget)}"
+    )
+
+
+def _summary(
+    options: DemoOptions, dtype: str, stats: dict[str, Any], totals: Totals, losses: list[float], peak: int, *, interrupted: bool
+) -> dict[str, Any]:
+    """Everything that a repeat of the run needs, and its figures."""
+    return {
+        "options": {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(options).items()} | {"dtype": dtype},
+        "num_params": options.shape.num_params,
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "interrupted": interrupted,
+        "peak_rss": peak,
+        "totals": vars(totals),
+        "stats": stats,
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "cores": psutil.cpu_count(),
+            "memory": psutil.virtual_memory().total,
+            "system": platform.platform(),
+            "python": sys.version.split()[0],
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+        },
+    }
+
+
+class _StopAfterStep:
+    """Within it the first Ctrl-C lets the step end, so that what was done can be shown; the second one stops at once."""
+
+    def __init__(self, console: Console) -> None:
+        self.asked = False
+        self._console = console
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        with contextlib.suppress(ValueError):  # not the main thread: whoever owns it handles its signals
+            self._before = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        self._console.print("\n[yellow]Stopping after this step. Ctrl-C again stops at once.[/]")

@@ -1,5 +1,17 @@
-"""What people look at: pictures and tables of a run."""
+"""What people look at: progress, tables and pictures of a run."""
 
-from ._training import plot_training, training_table
+from ._live import LiveRun
+from ._plot import plot_run
+from ._run import PHASES, StepEntry, Totals
+from ._tables import memory_table, percent, time_table
 
-__all__ = ["plot_training", "training_table"]
+__all__ = [
+    "PHASES",
+    "LiveRun",
+    "StepEntry",
+    "Totals",
+    "memory_table",
+    "percent",
+    "plot_run",
+    "time_table",
+]

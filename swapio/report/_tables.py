@@ -1,0 +1,69 @@
+"""The tables at the end of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+from ..spec import format_nbytes
+from ._run import PHASES, Totals
+
+__all__ = ["memory_table", "percent", "time_table"]
+
+
+def percent(part: float, whole: float) -> str:
+    """`"12%"`."""
+    return f"{100 * part / whole:.0f}%" if whole > 0 else "-"
+
+
+def memory_table(stats: Mapping[str, Any], totals: Totals, *, peak_rss: int) -> Table:
+    """Where the bytes rested, from `engine.stats()` at the end of a run."""
+    table = _table("Where the bytes rested", "bytes", "")
+    budget, peak = stats["host_memory_budget"], stats["host_memory_peak"]
+    table.add_row(
+        "on the drive", format_nbytes(stats["bytes_on_nvme"]), f"weights and optimizer state; {stats['backend']}, {stats['path']}"
+    )
+    table.add_row(
+        "in host memory at the end", format_nbytes(stats["bytes_on_host"]), "weights and state, as copies in use or kept for the next step"
+    )
+    table.add_row("in host memory at most", format_nbytes(peak), _of_budget(peak, budget))
+    table.add_row("  gradients in that", format_nbytes(totals.gradient_bytes), "from backward to the end of the step")
+    if stats["bytes_on_device"]:
+        table.add_row("on the accelerator at the end", format_nbytes(stats["bytes_on_device"]), "")
+    table.add_row("the whole process at most", format_nbytes(peak_rss), "that, and Python, PyTorch, the first weights and activations")
+    return table
+
+
+def time_table(totals: Totals) -> Table:
+    """What a step did, and what it waited for."""
+    table = _table("What a step waited for", "seconds", "waiting", "")
+    steps, seconds = max(totals.num_steps, 1), totals.seconds
+    for phase in PHASES:
+        part, stall = totals.phase_seconds[phase], totals.phase_stall_seconds[phase]
+        table.add_row(phase, f"{part / steps:.2f}", percent(stall, part), "")
+    per_s = 1e-9 / max(seconds, 1e-9)
+    drive = f"{totals.bytes_read * per_s:.2f} GB/s read, {totals.bytes_written * per_s:.2f} GB/s written"
+    table.add_row(
+        "a whole step",
+        f"{seconds / steps:.2f}",
+        percent(totals.stall_seconds, seconds),
+        "waiting: for the drive, or for memory to become free",
+        end_section=True,
+    )
+    moved = f"{format_nbytes(totals.bytes_read // steps)} read, {format_nbytes(totals.bytes_written // steps)} written"
+    table.add_row("the drive, per step", "", "", f"{moved}; {drive}")
+    return table
+
+
+def _of_budget(peak: int, budget: int | None) -> str:
+    return "no limit" if budget is None else f"{percent(peak, budget)} of the budget of {format_nbytes(budget)}, which is never exceeded"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("")
+    for column in columns:
+        table.add_column(column, justify="right" if column else "left", style="" if column else "dim", overflow="fold")
+    return table
