@@ -58,9 +58,9 @@ def demo(
     dim: Annotated[int, typer.Option(min=64, help="Width of the model, a multiple of 64.")] = 256,
     seq: Annotated[int, typer.Option(min=1, help="Bytes of text in one sequence.")] = 128,
     batch: Annotated[int, typer.Option(min=1, help="Sequences in one step.")] = 8,
-    steps: Annotated[int, typer.Option(min=1)] = 150,
+    steps: Annotated[int, typer.Option(min=1)] = 180,
     seed: Annotated[int, typer.Option(min=0, help="Of the initial weights and the order of the data.")] = 0,
-    lr: Annotated[float, typer.Option(help="AdamW's highest learning rate.")] = 1e-3,
+    lr: Annotated[float | None, typer.Option(help="AdamW's highest learning rate; default: 0.5 / dim.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the weights; bf16 has exact fp32 masters. auto: bf16 where it is fast.")] = Dtype.auto,
     device: Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda, cuda:1, or simulated.")] = "auto",
 ) -> None:

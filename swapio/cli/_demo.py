@@ -46,11 +46,16 @@ class DemoOptions:
     dim: int = 256
     seq: int = 128
     batch: int = 8
-    steps: int = 150
+    steps: int = 180
     seed: int = 0
-    lr: float = 1e-3
+    lr: float | None = None
     dtype: str = "auto"
     device: str = "auto"
+
+    @property
+    def rate(self) -> float:
+        """The highest learning rate; wider models bear less."""
+        return self.lr if self.lr is not None else 0.5 / self.dim
 
     @property
     def shape(self) -> GPTConfig:
@@ -212,7 +217,7 @@ def _config(options: DemoOptions, dtype: str, path: Path | None, host_memory: in
     return {
         "train_batch_size": options.batch,
         "bf16": {"enabled": dtype == "bf16"},
-        "optimizer": {"type": "AdamW", "params": {"lr": options.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "optimizer": {"type": "AdamW", "params": {"lr": options.rate, "betas": [0.9, 0.95], "weight_decay": 0.1}},
         "zero_optimization": {"stage": 3, "offload_param": where, "offload_optimizer": where},
         "swapio": {"host_memory": host_memory, "device": options.device},
     }
@@ -220,7 +225,7 @@ def _config(options: DemoOptions, dtype: str, path: Path | None, host_memory: in
 
 def _step(engine: Engine, corpus: Corpus, meter: StepMeter, options: DemoOptions, step: int) -> StepEntry:
     # up over the first tenth, then down to a tenth; a change of lr counts from the next step on
-    rate = options.lr * min(1.0, step / max(1.0, 0.1 * options.steps)) * (1 - 0.9 * (step - 1) / options.steps)
+    rate = options.rate * min(1.0, step / max(1.0, 0.1 * options.steps)) * (1 - 0.9 * (step - 1) / options.steps)
     for group in engine.optimizer.param_groups if engine.optimizer is not None else ():
         group["lr"] = rate
     inputs, targets = corpus.batch(step, seed=options.seed, batch=options.batch, seq=options.seq)
@@ -277,7 +282,8 @@ def _summary(
 ) -> dict[str, Any]:
     """Everything that a repeat of the run needs, and its figures."""
     return {
-        "options": {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(options).items()} | {"dtype": dtype},
+        "options": {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(options).items()}
+        | {"dtype": dtype, "lr": options.rate},
         "num_params": options.shape.num_params,
         "first_loss": losses[0],
         "last_loss": losses[-1],

@@ -50,7 +50,7 @@ def places(candidates: Iterable[Path] | None = None) -> list[Place]:
     for candidate in candidates:
         with contextlib.suppress(OSError):  # a mount may hang by a thread; it is not the one then
             path = candidate.resolve()
-            device = path.stat().st_dev
+            device = _device(path)
             kind = next((mounts[str(p)] for p in (path, *path.parents) if str(p) in mounts), "unknown")
             if kind.startswith((*_NOT_LOCAL, *_NOT_A_DRIVE)) or not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
                 continue
@@ -79,6 +79,10 @@ def pick_directory(nbytes: int, candidates: Iterable[Path] | None = None) -> tup
         )
     others = len(found) - 1
     return fitting[0], f"of {others + 1} local drives the one with the most room" if others else "the only local drive that can be written"
+
+
+def _device(path: Path) -> int:
+    return path.stat().st_dev
 
 
 def _spins(device: int) -> bool:
