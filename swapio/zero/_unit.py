@@ -188,7 +188,8 @@ class Unit:
             raise RuntimeError("only the bytes of an attached unit can be hashed")
         slot = self.layout.slots[index]
         raw = self.lease.raw[slot.offset : slot.offset + slot.span * slot.dtype.itemsize]
-        return xxhash.xxh3_64_intdigest(raw.cpu().numpy()  # type: ignore[arg-type]
+        return xxhash.xxh3_64_intdigest(
+            raw.cpu().numpy()  # type: ignore[arg-type]
         )
 
     def find_writes(self) -> None:
@@ -237,8 +238,9 @@ class Unit:
             data = torch.Tensor.detach(self.params[index])
         if data.dtype != slot.dtype or tuple(data.shape) != slot.shape or data.device != self.device:
             raise UsageError(
-                f"{self.names[index]!r} became {data.dtype} {tuple(data.shape)} on {data.device}; it is managed as {slot.dtype} {slot.shape} "
-                f"on {self.device}. Convert or resize the model before swapio.initialize, or close the engine and initialize again"
+                f"{self.names[index]!r} became {data.dtype} {tuple(data.shape)} on {data.device}; it is managed as {slot.dtype} "
+                f"{slot.shape} on {self.device}. Convert or resize the model before swapio.initialize, or close the engine and initialize "
+                "again"
             )
         return data
 

@@ -122,13 +122,16 @@ def test_whole_model_in_one_checkpoint(tmp_path: Path) -> None:
 
 
 def _any_use(model: Any, step: int) -> torch.Tensor:
-    """By another module, in a reduction, through a lambda, in the loss outside forward, by a sub-module alone."""
+    """By another module, in a reduction, through a captured function, in the loss outside forward, by a sub-module alone."""
     ids, targets = batch(step)
     x = model.embed(ids)
     for block in model.blocks:
         x = block(x)
     x = F.linear(model.ln(x), model.wte.weight)
-    project = lambda y: y @ model.blocks[0].out.weight  # noqa: E731
+
+    def project(y: torch.Tensor) -> Any:
+        return y @ model.blocks[0].out.weight
+
     loss = F.cross_entropy(x.float().flatten(0, 1), targets.flatten())
     loss = loss + (model.blocks[1].fc1.weight ** 2).sum() * 1e-3 + project(model.blocks[2].out.weight).abs().mean()
     loss = loss + (model.head.weight * model.head.weight).sum() * 1e-3 + model.blocks[1].qkv.weight.t().norm() * 1e-3
