@@ -137,7 +137,6 @@ _NOT_YET: dict[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.zero_quantized_nontrainable_weights": ((False,), "leave it out"),
     "zero_optimization.zero_quantized_gradients": ((False,), "leave it out"),
     "zero_optimization.offload_optimizer.ratio": ((1,), "swapio.host_memory decides how much stays in host memory"),
-    "swapio.checksums": ((False,), "leave it out"),
     "swapio.tuned": ((), "write the section aio"),
     "swapio.optimizer_state_dtype": (("fp32",), "optimizer states are fp32"),
 }

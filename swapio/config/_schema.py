@@ -165,9 +165,7 @@ class OwnConfig(_Section):
     device: str = Field(default="auto", min_length=1, description='"auto" (CUDA if there is one), "cpu", "cuda", "cuda:1", "simulated"')
     units: Strings = Field(default=(), description="name patterns of the modules that move as one; empty: found in the model")
     timeout_s: float = Field(default=300.0, gt=0, description="seconds before a wait becomes an error")
-    backend: Annotated[Literal["auto", "direct", "memory"], _later("mmap", "aiofiles")] = Field(
-        default="auto", description="how files are used"
-    )
+    backend: Literal["auto", "direct", "mmap", "aiofiles", "memory"] = Field(default="auto", description="how files are used")
     checksums: bool = Field(default=False, description="check what is read back from a drive")
     optimizer_step: Annotated[Literal["auto", "at_step"], _later("in_forward", "in_backward")] = Field(
         default="auto", description="when the optimizer runs; auto is at_step"

@@ -138,6 +138,7 @@ def _manager(settings: SwapioConfig) -> SwapManager:
         device=own.device,
         device_memory=own.device_memory,
         backend=own.backend,
+        checksums=own.checksums,
         block_nbytes=settings.aio.block_size,
         queue_depth=settings.aio.queue_depth,
         timeout_s=own.timeout_s,
@@ -199,9 +200,11 @@ def _engine(
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device, torch.bfloat16 if bf16 and buffer.is_floating_point() else buffer.dtype)
+    for note in settings.notes:
+        logger.info("%s", note)
     weights = sum(layout.nbytes for layout in layouts)
     logger.info(
-        "%d units, weights %s on %s, optimizer state %s on %s, host memory at least %s, budget %s; gradient clipping is off",
+        "%d units, weights %s on %s, optimizer state %s on %s, host memory at least %s, budget %s",
         len(specs), format_nbytes(weights), param_home.name, format_nbytes(stepper.state_nbytes() if stepper else 0), state_home.name,
         format_nbytes(need.minimum), "none" if capacity is None else format_nbytes(capacity),
     )  # fmt: skip

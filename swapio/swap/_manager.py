@@ -146,6 +146,7 @@ class SwapManager:
         device: `"auto"`, `"cpu"`, `"cuda"`, `"cuda:1"`, or a `swapio.memory.Device`.
         device_memory: like `host_memory`, for copies on the accelerator; `None` keeps no copy longer than it is used.
         backend: how files are read and written; `"auto"` tries.
+        checksums: verify every block that is read back; a flipped byte is an error, never a wrong number.
         block_nbytes, queue_depth: size of one I/O call and number of I/O threads.
         timeout_s: limit of every wait that is given none of its own.
         storage: a storage of your own instead of `paths`; it is closed with the manager.
@@ -163,6 +164,7 @@ class SwapManager:
         device: str | torch.device | Device = "cpu",
         device_memory: int | str | None = None,
         backend: str = "auto",
+        checksums: bool = False,
         block_nbytes: int | str = "4MiB",
         queue_depth: int = 4,
         timeout_s: float = 300.0,
@@ -186,7 +188,7 @@ class SwapManager:
             undo.callback(self.device.close)
             self.has_drive = bool(paths) or storage is not None or backend == "memory"
             if storage is None:
-                storage = open_storage(paths, backend=backend) if paths else open_storage([], backend="memory")
+                storage = open_storage(paths, backend=backend if paths else "memory", checksums=checksums)
             self.storage = storage
             undo.callback(storage.close)
             self.io = IOThreads(storage, block_nbytes=parse_nbytes(block_nbytes, key="block_nbytes"), queue_depth=queue_depth)
@@ -402,6 +404,7 @@ class SwapManager:
             "host_memory_used": self.arena.leased_nbytes,
             "host_memory_peak": self.arena.peak_nbytes,
             "backend": self.storage.kind,
+            "backend_reason": self.storage.choice.reason if self.storage.choice is not None else "it was given",
             "path": self.storage.path,
         }
 

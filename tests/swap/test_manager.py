@@ -473,3 +473,16 @@ def test_movements_start_only_where_the_table_says(movement: Residency, start: R
     else:
         with pytest.raises(RuntimeError, match="cannot start"), record.moving(movement):
             pass
+
+
+@pytest.mark.parametrize("backend", ["direct", "mmap", "aiofiles", "memory"])
+def test_every_backend_with_checksums(tmp_path: Path, backend: str) -> None:
+    tensors = {str(i): torch.randn(3000) for i in range(8)}
+    with swapio.SwapManager(paths=[tmp_path], backend=backend, checksums=True, host_memory="40KiB", timeout_s=20) as manager:
+        for key, tensor in tensors.items():
+            manager.put(key, tensor)
+        for key, tensor in tensors.items():
+            with manager.acquire(key) as lease:
+                assert torch.equal(lease.tensor, tensor)
+        assert manager.stats()["bytes_read"] > 0
+        assert manager.stats()["backend_reason"]
