@@ -115,6 +115,7 @@ class Engine(nn.Module):
                 self._step_applied = bad is None
                 if bad is None:
                     self._stepper.step(self.optimizer.param_groups)
+                    self.optimizer.stepped()
                     self.global_steps += 1
                 else:
                     self.skipped_steps += 1

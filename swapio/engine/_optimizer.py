@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,8 +26,16 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._engine_zero_grad = zero_grad
         self.inner = inner
         # whoever kept the optimizer given to initialize must not step parameters behind the engine's back
-        inner.step = self.step  # type: ignore[method-assign]
+        delegate = functools.partial(self.step)
+        if hasattr(inner.step, "_wrapped_by_lr_sched"):  # a scheduler made before looks for its mark
+            delegate._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        inner.step = delegate  # type: ignore[method-assign]
         inner.zero_grad = self.zero_grad  # type: ignore[method-assign]
+
+    def stepped(self) -> None:
+        """Tell schedulers, which warn when they are stepped before the optimizer."""
+        for optimizer in (self, self.inner):
+            optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The same as `engine.step()`, without the scheduler."""

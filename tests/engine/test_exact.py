@@ -194,7 +194,8 @@ def test_frozen_parameters_get_no_state(tmp_path: Path) -> None:
     assert not {key for kind, key in events if kind == "write"} & {"wte", "wpe", "ln"}, "a frozen unit was written"
 
 
-def test_several_groups(tmp_path: Path) -> None:
+@pytest.mark.parametrize("made", ["before", "by a function"])
+def test_several_groups(tmp_path: Path, made: str) -> None:
     def groups(model: Any) -> list[dict[str, Any]]:
         decay = [p for p in model.parameters() if p.dim() > 1]
         rest = [p for p in model.parameters() if p.dim() <= 1]
@@ -213,9 +214,12 @@ def test_several_groups(tmp_path: Path) -> None:
     settings = config(tmp_path)
     del settings["optimizer"]
     settings = with_budget(settings, smallest_budget(make(), config(tmp_path)))
-    engine, _, _, _ = swapio.initialize(
-        model=ours, optimizer=given, lr_scheduler=torch.optim.lr_scheduler.StepLR(given, 2, 0.5), config=settings
-    )
+
+    def schedule_of(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+    scheduler = schedule_of(given) if made == "before" else schedule_of
+    engine, _, _, _ = swapio.initialize(model=ours, optimizer=given, lr_scheduler=scheduler, config=settings)
     with engine:
         _, got = train(engine)
         assert [g["lr"] for g in engine.optimizer.param_groups] == [g["lr"] for g in plain.param_groups]
