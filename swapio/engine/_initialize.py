@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 from collections.abc import Callable, Iterable
@@ -190,6 +191,7 @@ def _engine(
         if stepper is not None:
             stepper.add_unit(unit)
         _take_over(unit, stepper, manager.device.torch_device)
+        _return_free_memory()
         zero.units.append(unit)
         if unit_spec.module is not None:
             zero.add_window(unit_spec.module, unit)
@@ -218,6 +220,12 @@ def _engine(
         inner_optimizer=inner,
         restore_nbytes=weights,
     )
+
+
+def _return_free_memory() -> None:
+    """Give the pages of the values just dropped back to the system: glibc keeps what lies between blocks in use."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _target_dtype(param: torch.Tensor, bf16: bool) -> torch.dtype:
