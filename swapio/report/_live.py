@@ -1,4 +1,4 @@
-"""A run while it runs: a bar and a line of figures on a terminal, else a line now and then."""
+"""A run while it runs: a bar and two lines of figures on a terminal, else a line now and then."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ class LiveRun:
 
     def update(self, entry: StepEntry) -> None:
         """A step is done."""
-        line = _line(entry)
+        learning, moving = _lines(entry)
         if self._live is not None:
             self._bar.update(self._task, completed=entry.step)
-            self._live.update(Group(self._bar, Text(line)), refresh=True)
+            self._live.update(Group(self._bar, Text(learning), Text(moving)), refresh=True)
         elif entry.step == 1 or entry.step == self._num_steps or entry.step % max(self._num_steps // _LINES, 1) == 0:
-            self._console.print(f"step {entry.step}/{self._num_steps}  {line}", soft_wrap=True)
+            self._console.print(f"step {entry.step}/{self._num_steps}  {learning}  {moving}", soft_wrap=True)
 
 
-def _line(entry: StepEntry) -> str:
+def _lines(entry: StepEntry) -> tuple[str, str]:
+    """Both fit a terminal of 80 columns."""
     seconds, budget = max(entry.seconds, 1e-9), entry.host_memory_budget
+    read, written = (f"{nbytes / seconds / 1e9:.2f}" for nbytes in (entry.bytes_read, entry.bytes_written))
+    memory = format_nbytes(entry.host_memory_used) + (f" of {format_nbytes(budget)}" if budget is not None else "")
     return (
-        f"loss {entry.loss:.4f}  {entry.tokens / seconds:.0f} tokens/s  "
-        f"drive {entry.bytes_read / seconds / 1e9:.2f} GB/s read, {entry.bytes_written / seconds / 1e9:.2f} written  "
-        f"RAM {format_nbytes(entry.host_memory_used)}"
-        + (f" of {format_nbytes(budget)}" if budget is not None else "")
-        + f"  stalled {percent(entry.stall_seconds, seconds)}"
+        f"loss {entry.loss:.4f}  {entry.tokens / seconds:.0f} tokens/s  stalled {percent(entry.stall_seconds, seconds)}",
+        f"drive {read} GB/s read, {written} written  RAM {memory}",
     )

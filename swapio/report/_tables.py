@@ -22,9 +22,9 @@ def memory_table(stats: Mapping[str, Any], totals: Totals, *, peak_rss: int) -> 
     """Where the bytes rested, from `engine.stats()` at the end of a run."""
     table = _table("Where the bytes rested", "bytes", "")
     budget, peak = stats["host_memory_budget"], stats["host_memory_peak"]
-    table.add_row(
-        "on the drive", format_nbytes(stats["bytes_on_nvme"]), f"weights and optimizer state; {stats['backend']}, {stats['path']}"
-    )
+    if stats["bytes_on_nvme"]:
+        table.add_row("on the drive", format_nbytes(stats["bytes_on_nvme"]), f"weights and optimizer state, in {stats['path']}")
+        table.add_row("", "", f"read and written by the backend {stats['backend']}: {stats['backend_reason']}")
     table.add_row(
         "in host memory at the end", format_nbytes(stats["bytes_on_host"]), "weights and state, as copies in use or kept for the next step"
     )

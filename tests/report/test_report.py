@@ -24,7 +24,7 @@ def entry(step: int, **changes: Any) -> StepEntry:
 def stats(**changes: Any) -> dict[str, Any]:
     return {
         "bytes_on_nvme": 1 << 30, "bytes_on_host": 1 << 20, "bytes_on_device": 0, "host_memory_budget": 4 << 20,
-        "host_memory_peak": 3 << 20, "backend": "direct", "path": "/mnt/x",
+        "host_memory_peak": 3 << 20, "backend": "direct", "backend_reason": "it was tried", "path": "/mnt/x",
     } | changes  # fmt: skip
 
 
@@ -50,9 +50,10 @@ def test_totals_are_sums() -> None:
 
 def test_memory_table_names_each_tier_and_the_budget() -> None:
     text = shown(memory_table(stats(), totals(2), peak_rss=300 << 20))
-    for part in ("1.0 GiB", "direct, /mnt/x", "75% of the budget of 4.0 MiB", "512.0 KiB", "300.0 MiB"):
+    for part in ("1.0 GiB", "in /mnt/x", "direct: it was tried", "75% of the budget of 4.0 MiB", "512.0 KiB", "300.0 MiB"):
         assert part in text
     assert "accelerator" not in text
+    assert "drive" not in shown(memory_table(stats(bytes_on_nvme=0), totals(2), peak_rss=1))
     text = shown(memory_table(stats(host_memory_budget=None, bytes_on_device=5 << 20), totals(2), peak_rss=1))
     assert "no limit" in text
     assert "5.0 MiB" in text
@@ -95,9 +96,8 @@ def test_progress_without_a_terminal_is_a_few_lines(steps: int, lines: int) -> N
     run(Console(file=out, width=80), steps)
     found = out.getvalue().splitlines()
     assert len(found) == lines
-    assert found[-1].startswith(f"step {steps}/{steps}  loss ")
-    assert found[-1].endswith("RAM 3.0 MiB of 4.0 MiB  stalled 25%")
-    assert "drive 1.61 GB/s read, 0.54 written" in found[-1]
+    figures = "50 tokens/s  stalled 25%  drive 1.61 GB/s read, 0.54 written  RAM 3.0 MiB of 4.0 MiB"
+    assert found[-1] == f"step {steps}/{steps}  loss {5 / steps:.4f}  {figures}"
     assert "\x1b" not in out.getvalue()
 
 
