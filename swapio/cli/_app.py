@@ -60,7 +60,7 @@ def demo(
     batch: Annotated[int, typer.Option(min=1, help="Sequences in one step.")] = 8,
     steps: Annotated[int, typer.Option(min=1)] = 180,
     seed: Annotated[int, typer.Option(min=0, help="Of the initial weights and the order of the data.")] = 0,
-    lr: Annotated[float | None, typer.Option(help="AdamW's highest learning rate; default: 0.5 / dim.")] = None,
+    lr: Annotated[float | None, typer.Option(help="AdamW's highest learning rate; default: 0.25 / dim.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the weights; bf16 has exact fp32 masters. auto: bf16 where it is fast.")] = Dtype.auto,
     device: Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda, cuda:1, or simulated.")] = "auto",
 ) -> None:

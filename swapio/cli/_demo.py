@@ -55,7 +55,7 @@ class DemoOptions:
     @property
     def rate(self) -> float:
         """The highest learning rate; wider models bear less."""
-        return self.lr if self.lr is not None else 0.5 / self.dim
+        return self.lr if self.lr is not None else 0.25 / self.dim
 
     @property
     def shape(self) -> GPTConfig:
@@ -224,8 +224,9 @@ def _config(options: DemoOptions, dtype: str, path: Path | None, host_memory: in
 
 
 def _step(engine: Engine, corpus: Corpus, meter: StepMeter, options: DemoOptions, step: int) -> StepEntry:
-    # up over the first tenth, then down to a tenth; a change of lr counts from the next step on
-    rate = options.rate * min(1.0, step / max(1.0, 0.1 * options.steps)) * (1 - 0.9 * (step - 1) / options.steps)
+    # up over the first tenth, of a short run the first half (AdamW's first steps are wild), then down to a tenth
+    warmup = min(max(0.1 * options.steps, 10), 0.5 * options.steps)
+    rate = options.rate * min(1.0, step / warmup) * (1 - 0.9 * (step - 1) / options.steps)
     for group in engine.optimizer.param_groups if engine.optimizer is not None else ():
         group["lr"] = rate
     inputs, targets = corpus.batch(step, seed=options.seed, batch=options.batch, seq=options.seq)

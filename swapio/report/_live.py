@@ -64,5 +64,5 @@ def _lines(entry: StepEntry) -> tuple[str, str]:
     memory = format_nbytes(entry.host_memory_used) + (f" of {format_nbytes(budget)}" if budget is not None else "")
     return (
         f"loss {entry.loss:.4f}  {entry.tokens / seconds:.0f} tokens/s  stalled {percent(entry.stall_seconds, seconds)}",
-        f"drive {read} GB/s read, {written} written  RAM {memory}",
+        (f"drive {read} GB/s read, {written} written  " if entry.bytes_on_nvme else "") + f"RAM {memory}",
     )

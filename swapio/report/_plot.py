@@ -45,6 +45,7 @@ def plot_run(entries: Sequence[Mapping[str, Any]], path: Path, *, title: str) ->
         memory.axhline(budget / 2**20, color="tab:red", linestyle="--", linewidth=1, label="the budget of host memory")
     memory.set_ylabel("MiB")
     memory.set_xlabel("step")
+    memory.xaxis.get_major_locator().set_params(integer=True)
     memory.set_ylim(bottom=0)
     memory.legend(fontsize=8)
     for axes in (loss, memory):

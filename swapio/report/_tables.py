@@ -43,17 +43,12 @@ def time_table(totals: Totals) -> Table:
     for phase in PHASES:
         part, stall = totals.phase_seconds[phase], totals.phase_stall_seconds[phase]
         table.add_row(phase, f"{part / steps:.2f}", percent(stall, part), "")
-    per_s = 1e-9 / max(seconds, 1e-9)
-    drive = f"{totals.bytes_read * per_s:.2f} GB/s read, {totals.bytes_written * per_s:.2f} GB/s written"
-    table.add_row(
-        "a whole step",
-        f"{seconds / steps:.2f}",
-        percent(totals.stall_seconds, seconds),
-        "waiting: for the drive, or for memory to become free",
-        end_section=True,
-    )
-    moved = f"{format_nbytes(totals.bytes_read // steps)} read, {format_nbytes(totals.bytes_written // steps)} written"
-    table.add_row("the drive, per step", "", "", f"{moved}; {drive}")
+    why = "waiting: for the drive, or for memory to become free"
+    table.add_row("a whole step", f"{seconds / steps:.2f}", percent(totals.stall_seconds, seconds), why, end_section=True)
+    if totals.bytes_read or totals.bytes_written:
+        for name, nbytes in (("read", totals.bytes_read), ("written", totals.bytes_written)):
+            speed = f"{nbytes / max(seconds, 1e-9) / 1e9:.2f} GB/s on average"
+            table.add_row(f"{name} per step", "", "", f"{format_nbytes(nbytes // steps)}, {speed}")
     return table
 
 

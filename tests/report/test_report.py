@@ -61,7 +61,7 @@ def test_memory_table_names_each_tier_and_the_budget() -> None:
 
 def test_time_table_has_each_phase() -> None:
     text = shown(time_table(totals(4)))
-    for part in (*PHASES, "a whole step", "50%", "25%", "3.0 GiB read", "1.61 GB/s read", "0.54 GB/s written"):
+    for part in (*PHASES, "a whole step", "50%", "25%", "3.0 GiB, 1.61 GB/s", "1.0 GiB, 0.54 GB/s"):
         assert part in text
     assert "0.00" in shown(time_table(Totals()))
 
@@ -99,6 +99,13 @@ def test_progress_without_a_terminal_is_a_few_lines(steps: int, lines: int) -> N
     figures = "50 tokens/s  stalled 25%  drive 1.61 GB/s read, 0.54 written  RAM 3.0 MiB of 4.0 MiB"
     assert found[-1] == f"step {steps}/{steps}  loss {5 / steps:.4f}  {figures}"
     assert "\x1b" not in out.getvalue()
+
+
+def test_progress_without_a_drive_does_not_speak_of_one() -> None:
+    out = io.StringIO()
+    with LiveRun(Console(file=out, width=80), num_steps=1) as live:
+        live.update(entry(1, bytes_on_nvme=0))
+    assert "drive" not in out.getvalue()
 
 
 def test_progress_on_a_terminal_is_a_bar() -> None:
