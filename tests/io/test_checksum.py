@@ -72,7 +72,9 @@ def test_what_was_never_written_is_not_checked() -> None:
     with ChecksummedStorage(MemoryStorage()) as storage:
         for number in range(3):
             extent = storage.reserve(5 * PAGE_NBYTES, name=str(number))
-            storage.read(extent.offset, aligned_buffer(5 * PAGE_NBYTES), name=str(number))
+            content = aligned_buffer(5 * PAGE_NBYTES, b"before")
+            storage.read(extent.offset, content, name=str(number))
+            assert bytes(content) == bytes(5 * PAGE_NBYTES)
 
 
 def test_a_write_that_failed_half_way_cannot_be_read() -> None:

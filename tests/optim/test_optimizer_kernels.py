@@ -81,6 +81,7 @@ def test_numel_0() -> None:
     spec, _ = from_torch(torch.optim.AdamW([torch.zeros(1)]))
     empty = torch.zeros(0)
     step_range(spec, spec.groups[0], master=empty, grad=empty, fields=dict.fromkeys(spec.fields, empty), step=1)
+    assert empty.numel() == 0
 
 
 def test_misuse() -> None:
