@@ -66,8 +66,8 @@ def initialize(
     given = [c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None]
     if len(given) != 1:
         raise ConfigError("config: give exactly one of config, config_params and args.deepspeed_config", key="config")
-    _check_world()
-    settings = load_config(given[0])
+    world, source = _world()
+    settings = load_config(given[0], world_size=world, world_size_source=source)
     _check_model(model)
     inner, spec = _optimizer(model, optimizer, model_parameters, settings)
     with contextlib.ExitStack() as undo:
@@ -84,12 +84,11 @@ def initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _check_world() -> None:
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+def _world() -> tuple[int, str]:
+    """The number of ranks, and where it was read; `load_config` says which numbers work."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        world = torch.distributed.get_world_size()
-    if world > 1:
-        raise ConfigError(f"world size {world} is not supported yet; run one process", key="world_size", value=world)
+        return torch.distributed.get_world_size(), "torch.distributed"
+    return int(os.environ.get("WORLD_SIZE", "1")), "WORLD_SIZE" if "WORLD_SIZE" in os.environ else "one process"
 
 
 def _check_model(model: nn.Module) -> None:
@@ -130,8 +129,8 @@ def _optimizer(
 def _manager(settings: SwapioConfig) -> SwapManager:
     paths: list[str] = []
     for section in (settings.zero_optimization.offload_param, settings.zero_optimization.offload_optimizer):
-        if section is not None and section.device == "nvme":
-            paths += [str(p) for p in section.paths if str(p) not in paths]
+        if section.device == "nvme":
+            paths += [p for p in section.paths if p not in paths]
     own = settings.swapio
     return SwapManager(
         paths,
@@ -156,12 +155,8 @@ def _engine(
     undo: contextlib.ExitStack,
 ) -> Engine:
     offload = settings.zero_optimization
-    param_home = Place.parse(
-        offload.offload_param.device if offload.offload_param else "none", key="zero_optimization.offload_param.device"
-    )
-    state_home = Place.parse(
-        offload.offload_optimizer.device if offload.offload_optimizer else "none", key="zero_optimization.offload_optimizer.device"
-    )
+    param_home = Place.parse(offload.offload_param.device, key="zero_optimization.offload_param.device")
+    state_home = Place.parse(offload.offload_optimizer.device, key="zero_optimization.offload_optimizer.device")
     step_place = manager.place(Place.DEVICE if state_home is Place.DEVICE else Place.HOST)
     groups = {id(p): i for i, g in enumerate(inner.param_groups if inner is not None else ()) for p in g["params"]}
     untrained = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in groups]
@@ -172,9 +167,8 @@ def _engine(
     specs = find_units(model, settings.swapio.units)
     bf16 = settings.bf16.enabled
     layouts = [_layout(u, groups, bf16) for u in specs]
-    chunk_numel = CHUNK_NUMEL
     need = host_need(
-        layouts, spec, block_nbytes=manager.arena.block_nbytes, chunk_numel=chunk_numel,
+        layouts, spec, block_nbytes=manager.arena.block_nbytes, chunk_numel=CHUNK_NUMEL,
         param_home=param_home, state_home=state_home, step_place=step_place, has_device=manager.device.has_memory,
     )  # fmt: skip
     largest = max(range(len(specs)), key=lambda i: layouts[i].nbytes, default=0)
@@ -184,10 +178,10 @@ def _engine(
     keep = param_home is Place.DEVICE if on_device else capacity is None or need.everything <= capacity
     zero = UnitSet(manager, step_place=step_place, keep_attached=keep)
     undo.callback(zero.close, "initialize failed", restore=True)
-    stepper = ChunkedStep(zero, spec, home=state_home, chunk_numel=chunk_numel) if spec is not None else None
-    for number, (unit_spec, layout) in enumerate(zip(specs, layouts, strict=True)):
+    stepper = ChunkedStep(zero, spec, home=state_home) if spec is not None else None
+    for unit_spec, layout in zip(specs, layouts, strict=True):
         record = manager.create(unit_spec.name, layout.nbytes, home=param_home)
-        unit = Unit(zero, unit_spec.name, number, unit_spec.params, [groups.get(id(p)) for _, p in unit_spec.params], record, layout)
+        unit = Unit(zero, unit_spec.name, unit_spec.params, [groups.get(id(p)) for _, p in unit_spec.params], record, layout)
         if stepper is not None:
             stepper.add_unit(unit)
         _take_over(unit, stepper, manager.device.torch_device)
@@ -201,7 +195,7 @@ def _engine(
     device = manager.device.torch_device
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device, torch.bfloat16 if bf16 and buffer.is_floating_point() else buffer.dtype)
+            module._buffers[name] = buffer.to(device, _target_dtype(buffer, bf16))
     for note in settings.notes:
         logger.info("%s", note)
     weights = sum(layout.nbytes for layout in layouts)
@@ -228,8 +222,8 @@ def _return_free_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _target_dtype(param: torch.Tensor, bf16: bool) -> torch.dtype:
-    return torch.bfloat16 if bf16 and param.is_floating_point() else param.dtype
+def _target_dtype(tensor: torch.Tensor, bf16: bool) -> torch.dtype:
+    return torch.bfloat16 if bf16 and tensor.is_floating_point() else tensor.dtype
 
 
 def _layout(spec: UnitSpec, groups: dict[int, int], bf16: bool) -> UnitLayout:
@@ -251,7 +245,6 @@ def _take_over(unit: Unit, stepper: ChunkedStep | None, device: torch.device) ->
     unit.device = device
     masters: dict[int, torch.Tensor] = {}
     with unit.zero.pin(unit.record, Place.HOST) as lease:
-        lease.raw.zero_()
         for slot, param in zip(unit.layout.slots, unit.params, strict=True):
             unit.layout_view(lease.raw, slot.index).copy_(param)
             if stepper is not None and slot.trained and slot.dtype is torch.bfloat16 and param.dtype is not torch.bfloat16:

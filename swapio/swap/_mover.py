@@ -61,7 +61,7 @@ class Mover:
         self._closing = False
         self._uploads: collections.deque[Event] = collections.deque(maxlen=64)  # that may still hold their host copy
         self.failures: collections.deque[SwapioError] = collections.deque()  # of write-backs, not yet raised to anybody
-        self._tasks: set[asyncio.Future[Any]] = set()
+        self._tasks: set[asyncio.Future[Any]] = set()  # the loop itself keeps only weak references
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run, name="swapio-manager", daemon=True)
         self.thread.start()
@@ -81,21 +81,15 @@ class Mover:
         if self._closing:
             coroutine.close()
             raise ClosedError("the swap manager is closed")
-        return asyncio.run_coroutine_threadsafe(self._tracked(coroutine), self.loop)
+        return asyncio.run_coroutine_threadsafe(self._until_closed(coroutine), self.loop)
 
-    async def _tracked(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        task = asyncio.current_task()
-        if task is not None:
-            self._tasks.add(task)
+    async def _until_closed(self, coroutine: Coroutine[Any, Any, T]) -> T:
         try:
             return await coroutine
         except asyncio.CancelledError:
             if self._closing:
                 raise ClosedError("the swap manager was closed while this was pending") from None
             raise
-        finally:
-            if task is not None:
-                self._tasks.discard(task)
 
     def wake(self) -> None:
         """Bytes came back, or a pin went: let whoever waits for memory look again. Takes no lock."""
@@ -114,16 +108,21 @@ class Mover:
 
     def unpin(self, record: Record, place: Place, owner: object, *, dirty: bool) -> None:
         """Undo one pin; `dirty` says that the bytes were changed."""
-        if place is Place.DEVICE and record.device is not None:
-            record.device.used = self.device.record()
+        self.publish(record, place, dirty=dirty)
         with record.lock:
             record.pins.remove((place, owner))
-            if dirty and not record.removed:
-                record.touched(place)
         if self.wants_write_back(record) or (place is not record.home and self.device.has_memory):
             self._call(self._released, record)
         else:
             self.wake()
+
+    def publish(self, record: Record, place: Place, *, dirty: bool) -> None:
+        """The caller's use of a pinned copy until now is over; `dirty` makes that copy the only current one."""
+        if place is Place.DEVICE and record.device is not None:
+            record.device.used = self.device.record()
+        with record.lock:
+            if dirty and not record.removed:
+                record.touched(place)
 
     def wants_write_back(self, record: Record) -> bool:
         """Whether to write back now rather than when the memory is needed: when not all that rests on NVMe fits in memory."""
@@ -205,23 +204,26 @@ class Mover:
             self._active -= 1
 
     async def _io(self, start: Callable[..., None], record: Record, lease: Lease, nbytes: int, priority: int) -> None:
-        done: asyncio.Future[None] = self.loop.create_future()
+        extent = record.extent
+        if extent is None:
+            raise RuntimeError(f"{record.key!r} has no extent")
+        buffer = lease.buffer[: round_up(nbytes, PAGE_NBYTES)]
+        await self._elsewhere(lambda done: start(extent.offset, buffer, name=record.key, priority=priority, done=done))
+
+    async def _elsewhere(self, start: Callable[[Callable[[BaseException | None], None]], None]) -> None:
+        """Await what another thread does: `start(done)` begins it, and it calls `done(error or None)` at its end."""
+        ended: asyncio.Future[None] = self.loop.create_future()
 
         def finish(error: BaseException | None) -> None:
-            if done.done():
+            if ended.done():
                 return
             if error is None:
-                done.set_result(None)
+                ended.set_result(None)
             else:
-                done.set_exception(error)
+                ended.set_exception(error)
 
-        if record.extent is None:
-            raise RuntimeError(f"{record.key!r} has no extent")
-        start(
-            record.extent.offset, lease.buffer[: round_up(nbytes, PAGE_NBYTES)],
-            name=record.key, priority=priority, done=lambda error: self._call(finish, error),
-        )  # fmt: skip
-        await self._moving(done)
+        start(lambda error: self._call(finish, error))
+        await self._moving(ended)
 
     async def _landed(self, event: Event) -> None:
         async def poll() -> None:
@@ -573,17 +575,16 @@ class Mover:
                 self.failures.clear()
                 raise result
         self.failures.clear()  # all is written now, whatever failed before
-        done: asyncio.Future[None] = self.loop.create_future()
 
-        def sync() -> None:
+        def sync(done: Callable[[BaseException | None], None]) -> None:
             try:
                 self.storage.sync()
-                self._call(done.set_result, None)
             except BaseException as error:
-                self._call(done.set_exception, error)
+                done(error)
+            else:
+                done(None)
 
-        threading.Thread(target=sync, name="swapio-sync", daemon=True).start()
-        await self._moving(done)
+        await self._elsewhere(lambda done: threading.Thread(target=sync, args=(done,), name="swapio-sync", daemon=True).start())
 
     def raise_failed(self) -> None:
         """Raise the failure of a write-back that nobody has heard of yet."""

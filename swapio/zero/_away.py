@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from ..errors import ClosedError
-from ._quiet import quiet
 
 if TYPE_CHECKING:
     from ._unit import Unit
@@ -232,6 +231,5 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with zero.saved.around_op():  # torch function stays on: func may run user code that touches other away parameters
             return func(*args, **kwargs)
     finally:
-        with quiet():
-            for unit in opened:
-                unit.shut()
+        for unit in opened:
+            unit.shut()

@@ -22,7 +22,7 @@ ALIGN_NUMEL = 64
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
-    """One parameter's place: `numel` elements (with the gaps of its strides) at `start` of its segment."""
+    """One parameter's place: `span` elements at `start` of its segment."""
 
     index: int  # in the unit
     segment: int
@@ -107,9 +107,7 @@ def find_units(model: nn.Module, patterns: Sequence[str] = ()) -> list[UnitSpec]
         ConfigError: a pattern matches nothing, or one match contains another.
     """
     chosen = _match(model, patterns) if patterns else _repeated(model)
-    names = {id(m): n for n, m in model.named_modules()}
     owners: dict[int, list[str]] = collections.defaultdict(list)
-    found: dict[int, tuple[str, nn.Parameter]] = {}
     tops = {id(m) for _, m in chosen}
     members: dict[str, list[tuple[str, nn.Parameter]]] = collections.defaultdict(list)
     modules: dict[str, nn.Module] = {}
@@ -119,7 +117,6 @@ def find_units(model: nn.Module, patterns: Sequence[str] = ()) -> list[UnitSpec]
         for name, param in module.named_parameters(prefix=prefix, recurse=recurse):
             if unit not in owners[id(param)]:
                 owners[id(param)].append(unit)
-                found.setdefault(id(param), (name, param))
                 members[unit].append((name, param))
 
     def walk(module: nn.Module, prefix: str) -> None:
@@ -131,7 +128,6 @@ def find_units(model: nn.Module, patterns: Sequence[str] = ()) -> list[UnitSpec]
             walk(child, f"{prefix}.{name}" if prefix else name)
 
     walk(model, "")
-    del names
     units: list[UnitSpec] = []
     shared: set[int] = set()
     for unit, params in members.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -16,8 +15,6 @@ from ._unit import Unit
 from ._units import UnitSet
 
 __all__ = ["CHUNK_NUMEL", "ChunkedStep", "chunk_layouts"]
-
-logger = logging.getLogger("swapio")
 
 CHUNK_NUMEL = 1 << 20
 """Elements whose state moves in one piece: 10 MiB with a split master and two moments."""
@@ -124,8 +121,9 @@ class ChunkedStep:
 
     def _step_unit(self, unit: Unit, groups: Sequence[Group]) -> None:
         zero = self.zero
-        if unit.attached:
+        if unit.lease is not None:  # held by a view
             unit.find_writes()
+            unit.lease.publish()
         stepped = [i for i, has in enumerate(unit.has_grad) if has]
         counts = self.num_updates[unit]
         for index in stepped:
@@ -150,7 +148,7 @@ class ChunkedStep:
                     lease.mark_dirty()
             weights.mark_dirty()
         unit.stale_masters.clear()
-        if unit.lease is not None:  # held by a view: it must show the new weights
+        if unit.lease is not None:  # the view must show the new weights
             zero.pin(unit.record, Place.DEVICE).release()
             unit.weights_stepped(stepped)
         else:

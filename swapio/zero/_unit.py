@@ -40,7 +40,6 @@ class Unit:
         self,
         zero: UnitSet,
         name: str,
-        number: int,
         params: Sequence[tuple[str, nn.Parameter]],
         groups: Sequence[int | None],
         record: Record,
@@ -48,7 +47,6 @@ class Unit:
     ) -> None:
         self.zero = zero
         self.name = name
-        self.number = number
         self.names = [n for n, _ in params]
         self.params = [p for _, p in params]
         self.groups = groups  # of the optimizer; None: not trained
@@ -57,7 +55,6 @@ class Unit:
         self.device = self.params[0].device
         self.lease: RecordLease | None = None  # pinned and shown by the parameters
         self.pins = 0  # windows and ops that need it now
-        self.dirty = False
         self.stale_masters: set[int] = set()  # parameters the user wrote: their master is the weight itself
         self.grads: Lease | DeviceGrads | None = None
         self.has_grad = [False] * len(self.params)
@@ -102,9 +99,9 @@ class Unit:
             raw = lease.raw
             for index, data in adopted:
                 self.layout_view(raw, index).copy_(data)
+                self.stale_masters.add(index)
+                lease.mark_dirty()
             self._show(raw)
-            self.stale_masters.update(i for i, _ in adopted)
-            self.dirty = bool(adopted)
         self.lease = lease
         self.zero.attached(self)
 
@@ -136,20 +133,12 @@ class Unit:
             if self.pins or self.held():
                 return False
             self.find_writes()
-            for index in self._foreign():
-                data = self._adopt(index)
-                self.layout_view(lease.raw, index).copy_(data)
-                self.stale_masters.add(index)
-                self.dirty = True
             for slot, param in zip(self.layout.slots, self.params, strict=True):
                 _bump(param)
                 _SET_DATA(param, placeholder(slot.dtype, self.device, slot.shape))
         self._detach_bumps += 1
         self._hashes.clear()
         del self.zero.saved.units[self._address]
-        if self.dirty:
-            lease.mark_dirty()
-            self.dirty = False
         self.lease = None
         lease.release()
         self.zero.detached(self)
@@ -193,16 +182,22 @@ class Unit:
         )
 
     def find_writes(self) -> None:
-        """Notice what the user wrote into an attached unit since the last look."""
+        """Notice what the user wrote into an attached unit since the last look, and take over data that he put in place of ours."""
+        if self.lease is None:
+            return
+        written = set(self._foreign())
+        for index in written:
+            view = self.layout_view(self.lease.raw, index)
+            view.copy_(self._adopt(index))
+            _SET_DATA(self.params[index], view)
         for index, param in enumerate(self.params):
             if param._version != self._versions[index]:
                 self._versions[index] = param._version
-                self.stale_masters.add(index)
-                self.dirty = True
-        for index, before in self._hashes.items():
-            if self._hash(index) != before:
-                self.stale_masters.add(index)
-                self.dirty = True
+                written.add(index)
+        written |= {index for index, before in self._hashes.items() if self._hash(index) != before}
+        if written:
+            self.stale_masters |= written
+            self.lease.mark_dirty()
 
     def weights_stepped(self, indices: Sequence[int]) -> None:
         """The optimizer changed these weights of an attached unit: no user's write, but a new version for autograd."""
@@ -276,7 +271,6 @@ class Unit:
     def _grad_view(self, index: int) -> torch.Tensor:
         if self.grads is None:
             self.grads = self.zero.grad_lease(self)
-            self.zero.leave_room_for_gradients()
             for each in self.layout.slots:  # what lies between parameters is stepped with them
                 if each.trained:
                     start = self.layout.segments[each.segment].grad_offset + each.start * each.dtype.itemsize

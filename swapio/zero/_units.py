@@ -51,6 +51,7 @@ class UnitSet:
         self._windows: list[tuple[Unit, bool]] = []
         self._handles: list[Any] = []
         self._landing: list[Event] = []
+        self._grads_nbytes = self._grads_coming = self._largest_grads = 0  # blocks of all units, of those without a buffer, the largest
         self._last: Unit | None = None
         self.schedule = None if keep_attached else Schedule(manager)
 
@@ -103,10 +104,8 @@ class UnitSet:
         """
         if self.step_place is Place.DEVICE:
             return
-        blocks = {u: self.manager.arena.block_nbytes(u.layout.grad_nbytes) for u in self.units if u.layout.grad_nbytes}
-        coming = [nbytes for u, nbytes in blocks.items() if u.grads is None]
-        in_backward = len(coming) < len(blocks)
-        self.manager.mover.headroom = 0 if stepping else sum(coming) if in_backward else max(coming, default=0)
+        in_backward = self._grads_coming < self._grads_nbytes
+        self.manager.mover.headroom = 0 if stepping else self._grads_coming if in_backward else self._largest_grads
 
     def grad_lease(self, unit: Unit) -> Lease | DeviceGrads:
         nbytes = unit.layout.grad_nbytes
@@ -114,14 +113,18 @@ class UnitSet:
             return DeviceGrads(self.manager.device.empty(nbytes))
         name = f"gradients of {unit.name}"
         try:
-            return self.manager.lease(name, nbytes, self)
+            lease = self.manager.lease(name, nbytes, self)
         except BudgetError:
             self.detach_idle()
-            return self.manager.lease(name, nbytes, self)
+            lease = self.manager.lease(name, nbytes, self)
+        self._grads_coming -= self.manager.arena.block_nbytes(nbytes)
+        self.leave_room_for_gradients()
+        return lease
 
     def end_grads(self, grads: Lease | DeviceGrads) -> None:
         self.grads_landed()
         if isinstance(grads, Lease):
+            self._grads_coming += self.manager.arena.block_nbytes(grads.nbytes)
             self.manager.end_lease(grads)
 
     def store_grad(self, view: torch.Tensor, grad: torch.Tensor, *, add: bool) -> None:
@@ -181,6 +184,10 @@ class UnitSet:
         return len(self._windows)
 
     def hook_gradients(self, unit: Unit) -> None:
+        block = self.manager.arena.block_nbytes(unit.layout.grad_nbytes) if unit.layout.grad_nbytes else 0
+        self._grads_nbytes += block
+        self._grads_coming += block
+        self._largest_grads = max(self._largest_grads, block)
         for index, param in enumerate(unit.params):
             if param.requires_grad:
                 hook: Callable[[Any], None] = _grad_hook(unit, index)

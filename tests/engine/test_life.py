@@ -122,6 +122,49 @@ def test_view_held_across_steps_stays_the_weight(engine: swapio.Engine) -> None:
     assert torch.equal(view, weight.detach().t())
 
 
+@pytest.mark.parametrize("device", ["cpu", "simulated"])
+def test_a_write_while_a_view_is_held_is_stepped(tmp_path: Path, device: str) -> None:
+    """With room for a host copy beside the device's, the optimizer on the host once stepped the bytes from before the write."""
+    losses = []
+    with swapio.initialize(model=make(), config=config(tmp_path, device=device))[0] as engine:
+        model: Any = engine.module
+        view = model.blocks[1].fc1.weight.data
+        for step in range(3):
+            loss = engine(*batch(step))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            view.mul_(0.5)
+        check_same((losses, models.values(model)), reference(_mul))
+
+
+def test_data_replaced_while_a_view_is_held_is_stepped(engine: swapio.Engine) -> None:
+    """The step once updated the old data, and the new one took its place afterwards, without the update."""
+
+    def replace(model: Any) -> torch.Tensor:
+        weight = model.blocks[1].fc1.weight
+        view: torch.Tensor = weight.data
+        weight.data = torch.full_like(view, 0.01)
+        return view
+
+    got = []
+    for model in (engine.module, make()):
+        optimizer = (
+            engine.optimizer if model is engine.module else torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1, fused=True)
+        )
+        assert optimizer is not None
+        losses, views = [], []
+        for step in range(3):
+            loss = models.plain_loss(model, step)
+            loss.backward()
+            views.append(replace(model))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        got.append((losses, models.values(model)))
+    check_same(*got)
+
+
 def test_views_beyond_the_budget_are_named(tmp_path: Path) -> None:
     settings = config(tmp_path)
     with swapio.initialize(model=make(), config=with_budget(settings, smallest_budget(make(), settings)))[0] as engine:
