@@ -52,7 +52,9 @@ def _options(
 def demo(
     offload: Annotated[Offload, typer.Option(help="Where weights and optimizer state rest.")] = Offload.nvme,
     nvme_path: Annotated[Path | None, typer.Option(help="A directory on a local drive; default: the drive with the most room.")] = None,
-    host_memory: Annotated[str | None, typer.Option(help='Hard limit of host memory, like "768MiB"; default: half of the state.')] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(help='Hard limit, like "768MiB"; default: half of the state, or what it needs.')
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the log (JSONL), the summary (JSON) and the picture (PNG).")] = Path("demo-out"),
     layers: Annotated[int, typer.Option(min=1)] = 4,
     dim: Annotated[int, typer.Option(min=64, help="Width of the model, a multiple of 64.")] = 256,

@@ -123,7 +123,9 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
         files.append(png_path)
     else:
         console.print('No picture: matplotlib is not installed (pip install "swapio\\[plot]").')
-    console.print(f"Written: {', '.join(map(str, files))}. The swap file is gone.", soft_wrap=True)
+    console.print(
+        f"Written: {', '.join(map(str, files))}." + (" The swap file is gone." if options.offload == "nvme" else ""), soft_wrap=True
+    )
     if options.offload == "nvme" and not stop.asked:
         console.print("The same command with [bold]--offload none[/] keeps everything in memory; its losses are the same, digit for digit.")
     return DemoResult(losses, stop.asked, peak, files)

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from ..config import SwapioConfig
-from ..errors import ClosedError, SwapioError
+from ..errors import ClosedError, SwapioError, UsageError
 from ..spec import format_nbytes
 from ..swap import SwapManager
-from ..zero import ChunkedStep, UnitSet
+from ..zero import ChunkedStep, UnitSet, uninterrupted
 from ._optimizer import EngineOptimizer
 
 __all__ = ["Engine"]
@@ -56,6 +56,7 @@ class Engine(nn.Module):
         self._restore_nbytes = restore_nbytes
         self._step_applied = False
         self._failed = False
+        self._abandoned = False
         self.optimizer: EngineOptimizer | None = None
         if inner_optimizer is not None:
             me = weakref.ref(self)
@@ -107,10 +108,10 @@ class Engine(nn.Module):
     def _optimizer_step(self) -> None:
         self._check()
         if self._stepper is None or self.optimizer is None:
-            raise ClosedError("this engine has no optimizer: give swapio.initialize one, or name it in the config")
+            raise UsageError("this engine has no optimizer: give swapio.initialize one, or name it in the config")
         self.zero.close_windows()
         try:
-            with self.zero.lock:
+            with uninterrupted(), self.zero.lock:
                 bad = self._stepper.nonfinite()
                 self._step_applied = bad is None
                 if bad is None:
@@ -170,12 +171,17 @@ class Engine(nn.Module):
         if not self._finalizer.alive:
             return
         budget = self.manager.arena.capacity
-        restore = not self._failed and not self.manager.closed and (budget is None or self._restore_nbytes <= budget)
+        restore = (
+            not self._failed and not self._abandoned and not self.manager.closed and (budget is None or self._restore_nbytes <= budget)
+        )
         reason = (
             "the engine is closed and its weights are gone; copy them before (engine.module.state_dict()), or train with more host_memory"
         )
-        if not restore:
-            logger.info("the weights (%s) are not given back to the module", format_nbytes(self._restore_nbytes))
+        if not restore and not self._abandoned:
+            logger.warning(
+                "the weights (%s) are not given back to the module: %s", format_nbytes(self._restore_nbytes),
+                "a transfer failed" if self._failed else "they do not fit in host_memory; copy engine.module.state_dict() before closing",
+            )  # fmt: skip
         try:
             self.zero.close(reason, restore=restore)
         finally:
@@ -183,8 +189,20 @@ class Engine(nn.Module):
 
     def abandon(self) -> None:
         """Close without giving the weights back to the module."""
-        self._failed = True
+        self._abandoned = True
         self.close()
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Not supported yet."""
+        raise UsageError(
+            "checkpoints of the optimizer's state are not supported yet; the weights: torch.save(engine.module.state_dict(), path)"
+        )
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Not supported yet."""
+        raise UsageError(
+            "checkpoints of the optimizer's state are not supported yet; the weights: engine.module.load_state_dict(torch.load(path))"
+        )
 
     def destroy(self) -> None:
         """The same as `close`, by DeepSpeed's name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable
@@ -16,7 +17,7 @@ from ..config import SwapioConfig, load_config
 from ..errors import ConfigError
 from ..optim import OptimizerSpec, from_config, from_torch
 from ..spec import format_nbytes
-from ..swap import Place, SwapManager
+from ..swap import Place, SwapManager, TensorSpec
 from ..zero import CHUNK_NUMEL, ChunkedStep, Unit, UnitLayout, UnitSet, UnitSpec, find_units
 from ._budget import host_need
 from ._engine import Engine
@@ -104,6 +105,19 @@ def _check_model(model: nn.Module) -> None:
             )
         if param.is_meta:
             raise ConfigError(f"model: {name!r} is on the meta device and has no values; materialise the model first", key="model")
+    _check_memory_is_its_own(model)
+
+
+def _check_memory_is_its_own(model: nn.Module) -> None:
+    """Two parameters over the same bytes are one to PyTorch; each would get a copy of its own here."""
+    tensors = [(name, t.detach()) for name, t in (*model.named_parameters(), *model.named_buffers()) if t.numel() and not t.is_sparse]
+    spans = sorted((t.data_ptr(), t.data_ptr() + TensorSpec.of(t).nbytes, name) for name, t in tensors if t.data_ptr())
+    for (_, end, first), (start, _, second) in itertools.pairwise(spans):
+        if start < end:
+            raise ConfigError(
+                f"model: {first!r} and {second!r} share memory without being one tensor; assign the same nn.Parameter to both",
+                key="model",
+            )
 
 
 def _optimizer(
@@ -176,11 +190,11 @@ def _engine(
     capacity = manager.arena.capacity
     on_device = manager.device.has_memory
     keep = param_home is Place.DEVICE if on_device else capacity is None or need.everything <= capacity
-    zero = UnitSet(manager, step_place=step_place, keep_attached=keep)
+    zero = UnitSet(manager, owns_manager=owns, step_place=step_place, keep_attached=keep)
     undo.callback(zero.close, "initialize failed", restore=True)
     stepper = ChunkedStep(zero, spec, home=state_home) if spec is not None else None
     for unit_spec, layout in zip(specs, layouts, strict=True):
-        record = manager.create(unit_spec.name, layout.nbytes, home=param_home)
+        record = zero.create(unit_spec.name, layout.nbytes, param_home)
         unit = Unit(zero, unit_spec.name, unit_spec.params, [groups.get(id(p)) for _, p in unit_spec.params], record, layout)
         if stepper is not None:
             stepper.add_unit(unit)

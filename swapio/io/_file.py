@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from ._scratch import Scratch, remove_orphans
 from ._storage import LocalStorage
 
 __all__ = ["UNSUPPORTED", "FileStorage"]
+
+_log = logging.getLogger("swapio")
 
 UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 """What a filesystem answers to a way of access that it does not have."""
@@ -42,8 +45,13 @@ class FileStorage(LocalStorage):
         self._scratch: Scratch | None = None
         self._fd = -1
         try:
+            if not self.directory.parent.is_dir():
+                raise self._failed("opening", errno.ENOENT, f"{self.directory.parent} does not exist; make it, or give another directory")
             with contextlib.suppress(FileExistsError):
                 self.directory.mkdir(mode=0o700)
+                _log.warning(
+                    "%s did not exist and was made, on the drive of %s; is a drive not mounted?", self.directory, self.directory.parent
+                )
             remove_orphans(self.directory)
             if not named:
                 self._fd = self._open_unnamed()

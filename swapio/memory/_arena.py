@@ -172,6 +172,11 @@ class Arena:
             now = time.monotonic()
             return [(name, nbytes, now - since) for name, nbytes, since in self._out.values()]
 
+    def trim(self) -> None:
+        """Give blocks that wait for reuse back to the system."""
+        with self._locked():
+            self._unmap_idle()
+
     def close(self) -> None:
         """Unmap what is idle, refuse new leases. Idempotent. Blocks that are out are unmapped when the last view of them is gone."""
         with self._locked():

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import torch
 
-from ..errors import ClosedError, ConfigError, ForkError, UsageError
+from ..errors import ClosedError, ConfigError, ForkError, SwapioError, UsageError
 from ..io import IOThreads, Storage, open_storage
 from ..memory import Arena, Device, Lease, get_device
 from ..spec import parse_nbytes
@@ -212,44 +212,52 @@ class SwapManager:
         """Store a copy of `tensor` under `key`; the caller may drop or change its own at once.
 
         Blocks for memory (not for the drive). The bytes go home in the background; `flush` says when they are there.
-        A key that exists is replaced.
+        A key that exists is replaced once all bytes are copied; until then, and if that fails, the old tensor stays.
 
         Raises:
             BudgetError: the tensor does not fit; UsageError: not a strided tensor, or the key is in use.
         """
         spec = TensorSpec.of(tensor)
-        if key in self.mover.records:
-            self.delete(key)
-        record = self.create(key, spec.nbytes, home=Place.parse(home, key="home"), spec=spec)
+        record = self._make(key, spec.nbytes, Place.parse(home, key="home"), spec)
         try:
             with self.pin(record, Place.HOST, current_owner()) as lease:
                 spec.copy_bytes(tensor, lease.raw)
                 lease.mark_dirty()
+            while not self._register(record):  # only now: nobody must see a part of it
+                with contextlib.suppress(KeyError):
+                    self.delete(key)
         except BaseException:
-            self.delete(key)
+            with contextlib.suppress(SwapioError):
+                self.remove(record)
             raise
         return self._transfer(self.mover.settle(record) if self.mover.wants_write_back(record) else _nothing(), f"put of {key!r}")
 
-    def create(self, key: str, nbytes: int, *, home: Place = Place.NVME, spec: TensorSpec | None = None) -> Record:
+    def create(self, key: str, nbytes: int, *, home: Place = Place.NVME) -> Record:
         """Add a record of `nbytes` zeros and reserve its place on the drive; no memory is used and nothing is written until it is.
 
         Raises:
             UsageError: the key exists; StorageError: no room on the drive.
         """
-        self._check()
-        if key in self.mover.records:
+        record = self._make(key, nbytes, home, TensorSpec(torch.uint8, (nbytes,), (1,)))
+        if not self._register(record):
+            self.remove(record)
             raise UsageError(f"{key!r} is already stored; delete it first")
+        return record
+
+    def _make(self, key: str, nbytes: int, home: Place, spec: TensorSpec) -> Record:
+        """A record that nobody can find yet."""
+        self._check()
         if home is Place.DEVICE and not self.device.has_memory:
             home = Place.HOST
         if home is Place.NVME and not self.has_drive:
             raise ConfigError('paths: a tensor cannot rest on NVMe without a directory; give paths=["/a/local/drive"]', key="paths")
         extent = self.storage.reserve(nbytes, name=key) if home is Place.NVME else None
-        spec = spec or TensorSpec(torch.uint8, (nbytes,), (1,))
-        record = Record(key, nbytes, home, spec, extent, asyncio.Lock())
-        self.mover.records[key] = record
-        if home is Place.NVME:
-            self.mover.nvme_nbytes += nbytes
-        return record
+        if extent is not None:
+            self.mover.count_nvme(nbytes)
+        return Record(key, nbytes, home, spec, extent, asyncio.Lock())
+
+    def _register(self, record: Record) -> bool:
+        return self.mover.records.setdefault(record.key, record) is record
 
     def record(self, key: str) -> Record:
         """The record of `key`; KeyError names it."""
@@ -271,10 +279,7 @@ class SwapManager:
         Raises:
             UsageError: somebody has acquired it.
         """
-        record = self.record(key)
-        if record.pins:
-            raise UsageError(f"{key!r} is in use; release its leases before it is deleted or replaced")
-        self._transfer(self.mover.remove(record), f"removal of {key!r}").wait()
+        self.remove(self.record(key))
 
     def prefetch(self, keys: Iterable[str]) -> Transfer[int]:
         """Start bringing records, in order; advice only: what finds no room is skipped. The result is the number brought."""
@@ -306,18 +311,23 @@ class SwapManager:
     def evict(self, keys: Iterable[str]) -> Transfer[None]:
         """Write back what is dirty and give up the memory; records in use stay."""
         self._check()
-        return self._transfer(self.mover.evict([self.record(k) for k in keys]), "evict")
+        return self._transfer(self.mover.evict([self.record(k) for k in keys], current_owner()), "evict")
 
     def flush(self) -> Transfer[None]:
         """Write back everything that is dirty and not in use, and make the file durable; raises the first failed write."""
         self._check()
-        return self._transfer(self.mover.flush(), "flush")
+        return self._transfer(self.mover.flush(current_owner()), "flush")
 
     # --- for the layers above ---
 
     def place(self, place: Place) -> Place:
         """On a CPU the device is the host."""
         return Place.HOST if place is Place.DEVICE and not self.device.has_memory else place
+
+    def remove(self, record: Record) -> None:
+        """`delete` for who has the record."""
+        self._check()
+        self._transfer(self.mover.remove(record, current_owner()), f"removal of {record.key!r}").wait()
 
     def pin(self, record: Record, place: Place, owner: object, *, timeout: float | None = None) -> RecordLease:
         """Bring and pin a record; a hit costs no hop to the manager's thread."""

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import ctypes
 import gc
 import itertools
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
-from ..errors import BudgetError, ClosedError, SwapioError, TransferTimeoutError
+from ..errors import BudgetError, ClosedError, SwapioError, TransferTimeoutError, UsageError
 from ..io import IOThreads, Storage
 from ..memory import Arena, Device, Event, Lease
 from ..spec import PAGE_NBYTES, format_nbytes, round_up
@@ -52,6 +53,7 @@ class Mover:
         self.counters: collections.Counter[str] = collections.Counter()
         self.headroom = 0  # bytes of host memory that prefetches leave free
         self.nvme_nbytes = 0  # sum over records at home on NVMe
+        self._count_lock = threading.Lock()
         self.device_nbytes = 0
         self.clock = itertools.count(1)
         self._resident: tuple[set[Record], set[Record]] = (set(), set())  # holders of a host lease, of a device buffer
@@ -71,6 +73,7 @@ class Mover:
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_forever()
+            self.loop.run_until_complete(self._cancel_all())  # what was submitted while it stopped
         finally:
             self.loop.close()
 
@@ -124,6 +127,11 @@ class Mover:
             if dirty and not record.removed:
                 record.touched(place)
 
+    def count_nvme(self, nbytes: int) -> None:
+        """A record of `nbytes` came to rest on NVMe, or (negative) went."""
+        with self._count_lock:
+            self.nvme_nbytes += nbytes
+
     def wants_write_back(self, record: Record) -> bool:
         """Whether to write back now rather than when the memory is needed: when not all that rests on NVMe fits in memory."""
         if not record.dirty or record.pins:
@@ -150,15 +158,17 @@ class Mover:
     # --- on the loop ---
 
     def _shut(self) -> None:
-        async def finish() -> None:
-            tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await asyncio.sleep(0)  # let the results reach the threads that wait
-            self.loop.stop()
+        self._finish = self.loop.create_task(self._cancel_all(), name="swapio-close")
+        self._finish.add_done_callback(lambda _: self.loop.stop())
 
-        self._finish = self.loop.create_task(finish(), name="swapio-close")
+    @staticmethod
+    async def _cancel_all() -> None:
+        await asyncio.sleep(0)  # what was just submitted becomes a task
+        tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # let the results reach the threads that wait
 
     def _wake(self) -> None:
         sleepers, self._sleepers = self._sleepers, []
@@ -239,9 +249,9 @@ class Mover:
             StorageError: the read failed; the record is as before.
             BudgetError: see the note above.
         """
-        async with record.busy:
+        async with self._waits(owner if demand else None), record.busy:
             if record.removed:
-                raise KeyError(record.key)
+                raise KeyError(f"{record.key!r} was deleted meanwhile")
             brought = record.current[place] or await (self._to_host if place is Place.HOST else self._to_device)(record, owner, demand)
             if brought:
                 with record.lock:
@@ -432,8 +442,6 @@ class Mover:
         collected = False
         own_part = owner is self  # a write-back in need of memory is no movement that ends by itself
         self._active -= own_part
-        if demand:
-            self._waiting[owner] += 1
         try:
             while True:
                 if self._closing:
@@ -466,10 +474,21 @@ class Mover:
                     ) from None
         finally:
             self._active += own_part
-            if demand:
-                self._waiting[owner] -= 1
-                if not self._waiting[owner]:
-                    del self._waiting[owner]
+
+    @contextlib.asynccontextmanager
+    async def _waits(self, owner: object) -> AsyncIterator[None]:
+        """`owner` waits inside, so nobody need hope that he lets go of what he holds; None: nobody waits."""
+        if owner is None:
+            yield
+            return
+        self._waiting[owner] += 1
+        self._wake()  # who hoped for him must look again
+        try:
+            yield
+        finally:
+            self._waiting[owner] -= 1
+            if not self._waiting[owner]:
+                del self._waiting[owner]
 
     def _next_upload(self) -> Event | None:
         while self._uploads:
@@ -548,27 +567,33 @@ class Mover:
 
     async def lease(self, name: str, nbytes: int, owner: object) -> Lease:
         """Host memory of no record, counted in the budget; waits like a record does."""
-        lease = await self._space(Place.HOST, name, nbytes, owner=owner, demand=True)
+        async with self._waits(owner):
+            lease = await self._space(Place.HOST, name, nbytes, owner=owner, demand=True)
         if not isinstance(lease, Lease):
             raise RuntimeError("a demand returned without memory")
         self.scratch[id(lease)] = (owner, lease)
         return lease
 
-    async def evict(self, records: Iterable[Record]) -> None:
+    async def evict(self, records: Iterable[Record], owner: object) -> None:
         """Write back if dirty and drop the copies away from home; those in use stay."""
-        for record in records:
-            if record.pins:
-                continue
-            if record.dirty:
-                await self.settle(record)
-            async with record.busy:
-                pass  # whatever was moving it is done
-            self._drop(record, Place.DEVICE)
-            self._drop(record, Place.HOST)
+        async with self._waits(owner):
+            for record in records:
+                if record.pins:
+                    continue
+                if record.dirty:
+                    await self.settle(record)
+                async with record.busy:
+                    pass  # whatever was moving it is done
+                self._drop(record, Place.DEVICE)
+                self._drop(record, Place.HOST)
         self._wake()
 
-    async def flush(self) -> None:
+    async def flush(self, owner: object) -> None:
         """Bring every home copy up to date, then make the file durable. Raises the first failure of any write."""
+        async with self._waits(owner):
+            await self._flush()
+
+    async def _flush(self) -> None:
         dirty = [r for r in list(self.records.values()) if r.dirty and not r.pins]
         for result in await asyncio.gather(*(self.settle(r) for r in dirty), return_exceptions=True):
             if isinstance(result, BaseException):
@@ -593,12 +618,21 @@ class Mover:
             self.failures.clear()
             raise error
 
-    async def remove(self, record: Record) -> None:
-        """Forget the record and give back what it holds; a movement under way is waited for."""
-        async with record.busy:
+    async def remove(self, record: Record, owner: object) -> None:
+        """Forget the record and give back what it holds; a movement under way is waited for.
+
+        Raises:
+            KeyError: somebody else removed it; UsageError: it is in use.
+        """
+        async with self._waits(owner), record.busy:
             with record.lock:
+                if record.removed:
+                    raise KeyError(f"{record.key!r} was deleted meanwhile")
+                if record.pins:
+                    raise UsageError(f"{record.key!r} is in use; release its leases before it is deleted or replaced")
                 record.removed = True
-                self.records.pop(record.key, None)
+                if self.records.get(record.key) is record:
+                    del self.records[record.key]
                 host, record.host, record.device = record.host, None, None
                 record.current = [False, False, False]
             if record in self._resident[1]:
@@ -609,7 +643,7 @@ class Mover:
                 host.release()
             if record.extent is not None:
                 self.storage.free(record.extent)
-                self.nvme_nbytes -= record.nbytes
+                self.count_nvme(-record.nbytes)
         self._wake()
 
     def pending(self) -> str:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar
 
-from ..errors import TransferTimeoutError
+from ..errors import ClosedError, TransferTimeoutError
 
 __all__ = ["Transfer"]
 
@@ -49,6 +49,8 @@ class Transfer(Generic[T]):
         limit = self._timeout_s if timeout is None else timeout
         try:
             return self._future.result(limit)
+        except concurrent.futures.CancelledError:
+            raise self._closed() from None
         except concurrent.futures.TimeoutError:
             if self._future.done():  # the movement itself raised a TimeoutError, or it ended this instant
                 return self._future.result()
@@ -62,11 +64,16 @@ class Transfer(Generic[T]):
         done, _ = await asyncio.wait([inner], timeout=self._timeout_s)
         if not done:
             raise self._late(self._timeout_s)
+        if inner.cancelled():
+            raise self._closed()
         return inner.result()
 
     def add_done_callback(self, callback: Callable[[Transfer[T]], None]) -> None:
         """Call `callback(self)` once done: at once if it is, else from the manager's thread, which it must not block."""
         self._future.add_done_callback(lambda _: callback(self))
+
+    def _closed(self) -> ClosedError:
+        return ClosedError(f"the swap manager was closed before {self._what} began")
 
     def _late(self, limit: float | None) -> TransferTimeoutError:
         return TransferTimeoutError(f"{self._what} was not done within {limit} s; pending: {self._pending()}")

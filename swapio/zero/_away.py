@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ..errors import ClosedError
+from ._quiet import uninterrupted
 
 if TYPE_CHECKING:
     from ._unit import Unit
@@ -222,14 +223,16 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return unit.read(index)
     opened: list[Unit] = []
     try:
-        for unit in units:
-            unit.open()
-            opened.append(unit)
+        with uninterrupted():
+            for unit in units:
+                unit.open()
+                opened.append(unit)
         if func in _ALIASES or "_fused" in getattr(func, "__name__", ""):
             for _, unit, index in entries:
                 unit.watch(index)
         with zero.saved.around_op():  # torch function stays on: func may run user code that touches other away parameters
             return func(*args, **kwargs)
     finally:
-        for unit in opened:
-            unit.shut()
+        with uninterrupted():
+            for unit in opened:
+                unit.shut()

@@ -17,7 +17,8 @@ from ..spec import PAGE_NBYTES, round_up
 __all__ = ["Segment", "Slot", "UnitLayout", "UnitSpec", "find_units"]
 
 ALIGN_NUMEL = 64
-"""Parameters start at multiples of 64 elements: kernels then see whole vectors, so flat and per-parameter steps agree to the bit."""
+"""Parameters start at multiples of 64 elements, and are stepped with the padding after them: a kernel sees whole vectors wherever a unit is
+cut. PyTorch steps each parameter by itself, the last few elements without vectors, which may differ in the last bit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

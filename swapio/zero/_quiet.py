@@ -1,21 +1,76 @@
-"""The engine's own tensor work must not see the caller's modes: a fetch inside FakeTensorMode would make the weights fake for ever."""
+"""Sections in which the engine works for itself: past the caller's modes, and not to be interrupted half-way.
+
+[Note: Ctrl-C] An interrupt between two lines of a fetch would leave a unit half attached, and its NaN placeholders would be taken for the
+user's data. So the first interrupt waits for the end of such a section. A second one is not held back: whoever presses twice means it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 from collections.abc import Iterator
+from types import FrameType
+from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["quiet"]
+__all__ = ["quiet", "uninterrupted"]
+
+
+class _Deferred:
+    """The main thread's SIGINT while sections are open."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.handler: Any = None  # what was there before
+        self.frame: FrameType | None = None
+        self.pending = False
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        if self.pending:
+            self.handler(number, frame)
+        self.pending, self.frame = True, frame
+
+
+_deferred = _Deferred()
+
+
+class uninterrupted:  # noqa: N801  (a context manager used like a function; a class, since it stands on hot paths)
+    """A section that Ctrl-C does not cut in two: `KeyboardInterrupt` comes at its end. Re-entrant; does nothing outside the main thread."""
+
+    __slots__ = ("_counts",)
+
+    def __enter__(self) -> None:
+        self._counts = threading.current_thread() is threading.main_thread()
+        if not self._counts:
+            return
+        if not _deferred.depth:
+            handler = signal.getsignal(signal.SIGINT)
+            self._counts = callable(handler) and handler is not _deferred.note  # else nothing of Python runs on it
+            if not self._counts:
+                return
+            _deferred.handler, _deferred.pending = handler, False
+            signal.signal(signal.SIGINT, _deferred.note)
+        _deferred.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        if not self._counts:
+            return
+        _deferred.depth -= 1
+        if not _deferred.depth:
+            signal.signal(signal.SIGINT, _deferred.handler)
+            if _deferred.pending:
+                _deferred.pending = False
+                _deferred.handler(signal.SIGINT, _deferred.frame)
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No gradient, no inference mode, no torch-function or dispatch mode, no functorch level."""
-    with contextlib.ExitStack() as stack:
+    """No gradient, no inference mode, no torch-function or dispatch mode, no functorch level, and no interrupt."""
+    with uninterrupted(), contextlib.ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         if torch._C._functorch.peek_interpreter_stack() is not None:

@@ -21,6 +21,7 @@ from torch._C._autograd import (  # type: ignore[attr-defined]
 )
 
 from ._away import is_placeholder
+from ._quiet import uninterrupted
 
 if TYPE_CHECKING:
     from ._unit import Unit
@@ -70,8 +71,10 @@ class SavedTensors:
 
     @contextlib.contextmanager
     def around_op(self) -> Iterator[None]:
-        pushed = torch.is_grad_enabled() and self.push(single_op=True)
+        pushed = False
         try:
+            with uninterrupted():
+                pushed = torch.is_grad_enabled() and self.push(single_op=True)
             yield
         finally:
             if pushed:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from ..errors import UsageError
 from ..optim import ChunkLayout, ChunkStepper, Group, OptimizerSpec, StepRange, chunk_layout, first_nonfinite, split_
 from ..swap import Place, Record
 from ._layout import ALIGN_NUMEL, UnitLayout
@@ -53,16 +54,21 @@ class ChunkedStep:
         self.chunk_numel = chunk_numel
         self._stepper = ChunkStepper(spec)
         self._chunks: dict[Unit, list[_Chunk]] = {}
+        self._frozen: list[tuple[str, torch.Tensor]] = []  # in a param group, with no state
         self.num_updates: dict[Unit, list[int]] = {}  # by parameter, as PyTorch counts its `step`
 
     def add_unit(self, unit: Unit) -> None:
         """Reserve the state of a unit; it is zeros until the first step."""
-        manager = self.zero.manager
         self._chunks[unit] = [
-            _Chunk(manager.create(f"{unit.name}#{segment}.{start}", layout.nbytes, home=self.home), layout, segment, start)
+            _Chunk(self.zero.create(f"{unit.name}#{segment}.{start}", layout.nbytes, self.home), layout, segment, start)
             for segment, start, layout in chunk_layouts(unit.layout, self.spec, self.chunk_numel)
         ]
         self.num_updates[unit] = [0] * len(unit.params)
+        self._frozen += [
+            (name, param)
+            for name, param, group, slot in zip(unit.names, unit.params, unit.groups, unit.layout.slots, strict=True)
+            if group is not None and not slot.trained
+        ]
 
     def store_masters(self, unit: Unit, masters: Mapping[int, torch.Tensor], weights: torch.Tensor) -> None:
         """Split fp32 masters by parameter index into the unit's weights, uint8 `[unit nbytes]`, and the lower halves in its state."""
@@ -97,8 +103,15 @@ class ChunkedStep:
         return None
 
     def step(self, groups: Sequence[Group]) -> None:
-        """Update every parameter that has a gradient, as the live `groups` say, and drop the gradients."""
+        """Update every parameter that has a gradient, as the live `groups` say, and drop the gradients.
+
+        Raises:
+            UsageError: a parameter was frozen when the engine was made, and is not any more.
+        """
         zero = self.zero
+        for name, param in self._frozen:
+            if param.requires_grad:
+                raise UsageError(f"{name!r} was frozen at swapio.initialize and has no optimizer state; initialize again to train it")
         zero.detach_idle()  # their memory is needed for staging
         zero.grads_landed()
         zero.leave_room_for_gradients(stepping=True)

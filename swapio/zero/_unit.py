@@ -20,7 +20,7 @@ from ..spec import round_up
 from ..swap import Place, Record, RecordLease
 from ._away import AwayParameter, WindowParameter, forget, manage, placeholder, raw_grad
 from ._layout import ALIGN_NUMEL, Slot, UnitLayout
-from ._quiet import quiet
+from ._quiet import quiet, uninterrupted
 from ._saved import WeightHandle
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Unit:
 
     def open(self) -> None:
         """Bring the unit, keep it until the matching `shut`, and let ops on its parameters run plainly."""
-        with self.zero.lock:
+        with uninterrupted(), self.zero.lock:
             self.attach()
             self.pins += 1
             if self.pins == 1:
@@ -80,7 +80,7 @@ class Unit:
                     param.__class__ = WindowParameter
 
     def shut(self) -> None:
-        with self.zero.lock:
+        with uninterrupted(), self.zero.lock:
             self.pins -= 1
             if not self.pins:
                 for param in self.params:
@@ -92,8 +92,8 @@ class Unit:
             self.zero.used(self)
             return
         self.zero.check_open()
-        self.zero.make_room(self)
         with quiet():
+            self.zero.make_room(self)
             adopted = [(i, self._adopt(i)) for i in self._foreign(placeholder_is_ours=True)]
             lease = self.zero.pin(self.record, Place.DEVICE)
             raw = lease.raw
@@ -102,8 +102,8 @@ class Unit:
                 self.stale_masters.add(index)
                 lease.mark_dirty()
             self._show(raw)
-        self.lease = lease
-        self.zero.attached(self)
+            self.lease = lease
+            self.zero.attached(self)
 
     def _show(self, raw: torch.Tensor) -> None:
         for slot, param in zip(self.layout.slots, self.params, strict=True):
@@ -136,12 +136,12 @@ class Unit:
             for slot, param in zip(self.layout.slots, self.params, strict=True):
                 _bump(param)
                 _SET_DATA(param, placeholder(slot.dtype, self.device, slot.shape))
-        self._detach_bumps += 1
-        self._hashes.clear()
-        del self.zero.saved.units[self._address]
-        self.lease = None
-        lease.release()
-        self.zero.detached(self)
+            self._detach_bumps += 1
+            self._hashes.clear()
+            del self.zero.saved.units[self._address]
+            self.lease = None
+            lease.release()
+            self.zero.detached(self)
         return True
 
     def rebuild(self, handle: WeightHandle) -> torch.Tensor:
@@ -241,13 +241,12 @@ class Unit:
 
     def read(self, index: int) -> torch.Tensor:
         """A copy of a parameter's current value, in memory of its own."""
-        with self.zero.lock:
+        with self.zero.lock, quiet():
             self.open()
             try:
-                with quiet():
-                    if self.lease is None:
-                        raise RuntimeError(f"{self.name!r} went away while it was read")
-                    return self.layout_view(self.lease.raw, index).clone()
+                if self.lease is None:
+                    raise RuntimeError(f"{self.name!r} went away while it was read")
+                return self.layout_view(self.lease.raw, index).clone()
             finally:
                 self.shut()
 
@@ -255,11 +254,17 @@ class Unit:
 
     def take_grad(self, index: int) -> None:
         """Move what autograd accumulated in `.grad` into the unit's gradient buffer."""
-        grad = raw_grad(self.params[index], clear=True)
-        if grad is None or not self.layout.slots[index].trained:
-            return
-        with self.zero.lock, quiet():
-            self.add_grad(index, grad)
+        with uninterrupted():
+            grad = raw_grad(self.params[index], clear=True)
+            if grad is None or not self.layout.slots[index].trained:
+                return
+            if grad.requires_grad:
+                raise UsageError(
+                    f"backward(create_graph=True) would lose the graph of {self.names[index]!r}'s gradient, which is moved into a buffer; "
+                    "use torch.autograd.grad(loss, parameters, create_graph=True)"
+                )
+            with self.zero.lock, quiet():
+                self.add_grad(index, grad)
 
     def add_grad(self, index: int, grad: torch.Tensor) -> None:
         if grad.layout is not torch.strided:

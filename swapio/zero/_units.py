@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from torch import nn
 from ..errors import BudgetError, ClosedError, SwapioError
 from ..memory import Event, Lease
 from ..swap import Place, Record, RecordLease, SwapManager
+from ._hooks import add_window, remove_hooks, serve_state_dict
+from ._quiet import uninterrupted
 from ._saved import SavedTensors
 from ._schedule import Schedule
 from ._unit import Unit
@@ -20,6 +24,7 @@ from ._unit import Unit
 __all__ = ["DeviceGrads", "UnitSet"]
 
 logger = logging.getLogger("swapio")
+_numbers = itertools.count(1)
 
 
 class DeviceGrads:
@@ -35,11 +40,15 @@ class UnitSet:
     Args:
         manager: where the records live.
         step_place: where the optimizer runs, and so where gradients gather.
+        owns_manager: the manager ends with the engine; else the records are removed from it one by one.
         keep_attached: nothing ever has to go, so units stay attached once they are here.
     """
 
-    def __init__(self, manager: SwapManager, *, step_place: Place, keep_attached: bool) -> None:
+    def __init__(self, manager: SwapManager, *, owns_manager: bool, step_place: Place, keep_attached: bool) -> None:
         self.manager = manager
+        self.owns_manager = owns_manager
+        self.records: list[Record] = []
+        self._prefix = "" if owns_manager else f"engine {next(_numbers)}/"  # several engines may share a manager
         self.step_place = manager.place(step_place)
         self.keep_attached = keep_attached
         self.lock = threading.RLock()
@@ -54,6 +63,12 @@ class UnitSet:
         self._grads_nbytes = self._grads_coming = self._largest_grads = 0  # blocks of all units, of those without a buffer, the largest
         self._last: Unit | None = None
         self.schedule = None if keep_attached else Schedule(manager)
+
+    def create(self, name: str, nbytes: int, home: Place) -> Record:
+        """A record of this engine's."""
+        record = self.manager.create(self._prefix + name, nbytes, home=home)
+        self.records.append(record)
+        return record
 
     # --- called by units ---
 
@@ -152,20 +167,19 @@ class UnitSet:
 
     def add_window(self, module: nn.Module, unit: Unit) -> None:
         """While `module` runs its forward, its unit is here and its ops run plainly."""
+        self._handles += add_window(module, self, unit)
 
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def enter(module: nn.Module, args: Any) -> None:
+    def open_window(self, unit: Unit) -> None:
+        with uninterrupted():
             unit.open()
             self._windows.append((unit, self.saved.push()))
 
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
+    def leave_window(self, unit: Unit) -> None:
+        """Close the window of `unit`, and those inside it that were left open."""
+        with uninterrupted():
             if any(u is unit for u, _ in self._windows):
                 while self._close_window() is not unit:
                     pass
-
-        self._handles.append(module.register_forward_pre_hook(enter))
-        self._handles.append(module.register_forward_hook(leave, always_call=True))
 
     def _close_window(self) -> Unit:
         unit, pushed = self._windows.pop()
@@ -176,8 +190,10 @@ class UnitSet:
 
     def close_windows(self, depth: int = 0) -> None:
         """Close windows left open by an interrupt, down to `depth`."""
-        while len(self._windows) > depth:
-            self._close_window()
+        with uninterrupted():
+            while len(self._windows) > depth:
+                self._close_window()
+            self.serve_copies = False
 
     @property
     def depth(self) -> int:
@@ -196,15 +212,7 @@ class UnitSet:
 
     def serve_state_dict(self, model: nn.Module) -> None:
         """Let `state_dict()` hand out copies: views would keep every unit attached."""
-
-        def before(*_: Any) -> None:
-            self.serve_copies = True
-
-        def after(*_: Any) -> None:
-            self.serve_copies = False
-
-        self._handles.append(model.register_state_dict_pre_hook(before))
-        self._handles.append(model.register_state_dict_post_hook(after))
+        self._handles += serve_state_dict(model, self)
 
     # --- the end ---
 
@@ -212,22 +220,36 @@ class UnitSet:
         """Take the hooks off; give the parameters their data back, or leave them away with `reason` as the error of any use."""
         with self.lock:
             self.close_windows()
-            for handle in self._handles:
-                handle.remove()
+            remove_hooks(self, self._handles)
             self._handles.clear()
             for unit in self.units:
                 unit.drop_grads()
             try:
-                for unit in self.units:
-                    if restore:
-                        unit.restore()
-                        unit.abandon()
+                if restore:
+                    self._restore()
             except SwapioError as error:
                 logger.warning("the weights could not be given back to the module: %s", error)
             finally:
                 for unit in self.units:
                     unit.abandon()
                 self.closed = reason
+                if not self.owns_manager and not self.manager.closed:
+                    self._remove(self.records)
+
+    def _restore(self) -> None:
+        """Give the weights back unit by unit; what the store held of each goes before the next comes, so both never lie in memory whole."""
+        weights = {unit.record for unit in self.units}
+        self._remove([r for r in self.records if r not in weights])
+        for unit in self.units:
+            unit.restore()
+            unit.abandon()
+            self._remove([unit.record])
+
+    def _remove(self, records: Sequence[Record]) -> None:
+        for record in records:
+            with contextlib.suppress(KeyError):  # removed before
+                self.manager.remove(record)
+        self.manager.arena.trim()
 
 
 def _grad_hook(unit: Unit, index: int) -> Callable[[Any], None]:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
+import random
+import signal
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -409,3 +413,109 @@ def test_placeholders_keep_no_memory() -> None:
     away = placeholder(torch.float32, torch.device("cpu"), (1000, 1000))
     assert away.untyped_storage().nbytes() == 4
     assert torch.isnan(away).all()
+
+
+def test_an_interrupt_never_leaves_placeholders_for_weights(tmp_path: Path) -> None:
+    """It once could: half a detach made NaN the user's data, and an open section left the mode that skips the fetch."""
+    settings = config(tmp_path)
+    model = make()
+    x = batch(0)
+    old = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    pause = random.Random(5)
+    try:
+        with swapio.initialize(model=model, config=with_budget(settings, smallest_budget(make(), settings)))[0] as engine:
+            with torch.no_grad():
+                want = engine(*x).item()
+            interrupts = 0
+            for _ in range(60):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, pause.uniform(1e-4, 8e-3))
+                    try:
+                        engine.backward(engine(*x))
+                    finally:
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+                except KeyboardInterrupt:
+                    interrupts += 1
+                engine.zero_grad()
+                assert torch.is_grad_enabled()
+                assert torch._C._is_torch_function_enabled()
+            assert interrupts
+            with torch.no_grad():
+                assert engine(*x).item() == want
+            check_same(train(engine, steps=2), train_plain(make(), steps=2))
+    finally:
+        signal.signal(signal.SIGALRM, old)
+
+
+def test_copies_are_free_of_the_engine(tmp_path: Path) -> None:
+    engine = swapio.initialize(model=make(), config=config(tmp_path))[0]
+    clone = copy.deepcopy(engine.module)
+    stream = io.BytesIO()
+    torch.save(engine.module, stream)
+    stream.seek(0)
+    loaded = torch.load(stream, weights_only=False)
+    want = engine(*batch(0)).item()
+    engine.abandon()
+    assert clone(*batch(0)).item() == want
+    assert loaded(*batch(0)).item() == want
+    assert set(clone.state_dict()) == set(loaded.state_dict())
+
+
+def test_what_would_be_silently_wrong_is_an_error(tmp_path: Path) -> None:
+    tied = make()
+    tied.blocks[0].fc1.weight.data = tied.blocks[1].fc1.weight.data  # type: ignore[union-attr]
+    with pytest.raises(swapio.ConfigError, match="share memory"):
+        swapio.initialize(model=tied, config=config(tmp_path))
+    model = make()
+    model.ln.requires_grad_(False)
+    settings = config(tmp_path)
+    del settings["optimizer"]
+    optimizer = torch.optim.AdamW(model.parameters())
+    with swapio.initialize(model=model, optimizer=optimizer, config=settings)[0] as engine:
+        with pytest.raises(swapio.UsageError, match="create_graph"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch's own, of a reference cycle
+            engine(*batch(0)).backward(create_graph=True)
+        engine.zero_grad()
+        model.ln.requires_grad_(True)
+        engine.backward(engine(*batch(0)))
+        with pytest.raises(swapio.UsageError, match=r"'ln\.weight' was frozen"):
+            engine.step()
+    with swapio.initialize(model=make(), config={"swapio": {"device": "cpu"}})[0] as engine:
+        with pytest.raises(swapio.UsageError, match="no optimizer"):
+            engine.step()
+        with pytest.raises(swapio.UsageError, match="state_dict"):
+            engine.save_checkpoint("somewhere")
+
+
+def test_engines_share_a_manager_and_leave_nothing_in_it(tmp_path: Path) -> None:
+    with swapio.SwapManager([tmp_path], host_memory="16MiB", timeout_s=20) as manager:
+        settings = config(tmp_path)
+        first = swapio.initialize(model=make(), config=settings, manager=manager)[0]
+        second = swapio.initialize(model=make(), config=settings, manager=manager)[0]
+        check_same(train(first, steps=2), train(second, steps=2))
+        first.close()
+        second.abandon()
+        gc.collect()
+        assert manager.keys() == []
+        assert manager.stats()["host_memory_used"] == 0
+
+
+def test_closing_holds_the_weights_once(tmp_path: Path) -> None:
+    """The store and the copies given back once lay in memory together, whole."""
+    settings = config(tmp_path)
+    model = make(layers=6)
+    engine = swapio.initialize(model=model, config=with_budget(settings, smallest_budget(make(layers=6), settings)))[0]
+    train(engine, steps=1)
+    given_back, most = 0, 0
+    restore = type(engine.zero.units[0]).restore
+
+    def watched(unit: Any) -> None:
+        nonlocal given_back, most
+        restore(unit)
+        given_back += unit.layout.nbytes
+        most = max(most, given_back + engine.manager.arena.mapped_nbytes)
+
+    for unit in engine.zero.units:
+        unit.restore = functools.partial(watched, unit)  # type: ignore[method-assign]
+    engine.close()
+    assert given_back <= most <= given_back + 2 * models.largest_unit(model)

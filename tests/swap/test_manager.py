@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import gc
 import itertools
 import os
+import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -450,6 +454,87 @@ def test_nothing_is_left_when_construction_fails(tmp_path: Path) -> None:
         swapio.SwapManager(paths=[tmp_path], timeout_s=0)
     assert {t.name for t in threading.enumerate()} == before
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+
+
+def test_deleting_and_putting_one_key_from_many_threads(tmp_path: Path) -> None:
+    """Two removals of one record once freed its extent twice, and two other records then shared it."""
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    wrong: list[str] = []
+
+    def churn(manager: swapio.SwapManager, put: bool) -> None:
+        for i in range(150):
+            with contextlib.suppress(KeyError, swapio.UsageError):
+                if put:
+                    manager.put("shared", torch.full((4096,), float(i)))
+                else:
+                    manager.delete("shared")
+
+    def own(manager: swapio.SwapManager, number: int) -> None:
+        keys = [f"{number}.{j}" for j in range(3)]
+        for i in range(40):
+            for j, key in enumerate(keys):
+                manager.put(key, torch.full((4096,), float(i * 10 + j)))
+            manager.evict(keys).wait()
+            for j, key in enumerate(keys):
+                with manager.acquire(key) as lease:
+                    if not lease.tensor.eq(float(i * 10 + j)).all():
+                        wrong.append(key)
+            for key in keys:
+                manager.delete(key)
+
+    try:
+        with swapio.SwapManager([tmp_path], host_memory=20 * 16384, timeout_s=20) as manager, ThreadPoolExecutor(6, "churn") as pool:
+            jobs = [pool.submit(churn, manager, put) for put in (True, True, False, False)]
+            jobs += [pool.submit(own, manager, number) for number in (1, 2)]
+            for job in jobs:
+                job.result()
+            with contextlib.suppress(KeyError):
+                manager.delete("shared")
+            gc.collect()
+            assert manager.stats()["host_memory_used"] == 0
+            assert manager.stats()["bytes_on_nvme"] == manager.mover.nvme_nbytes == 0
+    finally:
+        sys.setswitchinterval(switch)
+    assert wrong == []
+
+
+def test_a_put_that_fails_leaves_the_old_tensor(manager: swapio.SwapManager) -> None:
+    manager.put("x", torch.ones(10))
+    with pytest.raises(swapio.BudgetError):
+        manager.put("x", torch.zeros(MIB))
+    with manager.acquire("x") as lease:
+        assert lease.tensor.eq(1).all()
+
+
+@pytest.mark.parametrize("call", ["acquire", "evict"])
+def test_two_who_wait_for_one_record_get_an_error(tmp_path: Path, call: str) -> None:
+    """The second waits for the movement that the first began, and holds what the first needs: once a wait of timeout_s."""
+    with swapio.SwapManager([tmp_path], host_memory=2 * 16384 + 4096, timeout_s=60) as manager:
+        for key in "xyz":
+            manager.put(key, torch.ones(4096)).wait()
+        manager.flush().wait()
+        manager.evict("xyz").wait()
+        held = [manager.acquire(key).wait() for key in "yz"]
+        errors: list[BaseException] = []
+
+        def first() -> None:
+            try:
+                manager.acquire("x").wait()
+            except swapio.BudgetError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=first, name="first")
+        thread.start()
+        while not manager.record("x").busy.locked():
+            time.sleep(0.001)
+        with contextlib.suppress(swapio.BudgetError):
+            manager.acquire("x").wait(20) if call == "acquire" else manager.evict(["x"]).wait(20)
+        thread.join(20)
+        assert not thread.is_alive()
+        assert errors
+        for lease in held:
+            lease.release()
 
 
 # --- the table ---
