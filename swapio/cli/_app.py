@@ -76,6 +76,31 @@ def demo(
         raise typer.Exit(130)
 
 
+@app.command()
+def bench(
+    paths: Annotated[list[Path], typer.Argument(help="Directories, each on the drive to measure.", show_default=False)],
+    quick: Annotated[bool, typer.Option("--quick", help="Half a minute instead of some minutes.")] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", hidden=True, help="Seconds, for tests: the figures mean nothing.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for drive.json and drive.png.")] = Path("bench-out"),
+) -> None:
+    """Measure what a drive gives: reads, writes and the optimizer's mix, beside fio, and what that means for training."""
+    from ..drive import QUICK, STANDARD, TINY
+    from ._bench import bench_paths
+
+    bench_paths(paths, TINY if tiny else QUICK if quick else STANDARD, out, Console(highlight=False))
+
+
+@app.command()
+def tune(
+    path: Annotated[Path, typer.Argument(help="A directory on the drive.", show_default=False)],
+    out: Annotated[Path, typer.Option(help='The file to write, for "swapio": {"tuned": FILE} in a config.')] = Path("swapio-tuned.json"),
+) -> None:
+    """Find the best block size, depth and backend of a drive with few bytes, and write them as a config block."""
+    from ._bench import tune_path
+
+    tune_path(path, out, Console(highlight=False))
+
+
 def main() -> None:
     """The entry point of `swapio` and `python -m swapio`. Exit code 2: what was asked for cannot work; 1: something failed."""
     try:

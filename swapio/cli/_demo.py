@@ -5,24 +5,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import platform
 import signal
-import sys
 import time
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-import psutil
 import torch
 from rich.console import Console
 
 from ..engine import Engine, initialize
 from ..errors import BudgetError, ConfigError
-from ..report import LiveRun, StepEntry, Totals, memory_table, plot_run, time_table
+from ..report import LiveRun, StepEntry, Totals, machine, memory_table, plot_run, time_table
 from ..spec import format_nbytes, parse_nbytes
 from ._data import Corpus
 from ._meter import StepMeter, peak_rss
+from ._output import output_file
 from ._place import pick_directory
 from .gpt import GPT, GPTConfig
 
@@ -89,7 +87,7 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     corpus = Corpus()
     if options.seq > len(corpus.tokens) - 2:
         raise ConfigError(f"--seq: {options.seq} is longer than the text, {len(corpus.tokens)} bytes", key="seq", value=options.seq)
-    log_path, png_path, json_path = (_in(options.out, name) for name in ("demo.jsonl", "demo.png", "demo.json"))
+    log_path, png_path, json_path = (output_file(options.out, name) for name in ("demo.jsonl", "demo.png", "demo.json"))
     state_nbytes = _STATE_NBYTES * options.shape.num_params
     _explain_model(options, dtype, dtype_reason, console)
     with contextlib.ExitStack() as stack:
@@ -129,23 +127,6 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     if options.offload == "nvme" and not stop.asked:
         console.print("The same command with [bold]--offload none[/] keeps everything in memory; its losses are the same, digit for digit.")
     return DemoResult(losses, stop.asked, peak, files)
-
-
-def _in(folder: Path, name: str) -> Path:
-    """`folder / name`, replacing what an earlier run left there.
-
-    Raises:
-        ConfigError: the folder cannot be written.
-    """
-    path = folder / name
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-        path.touch()
-        path.unlink()
-    except OSError as error:
-        raise ConfigError(f"--out: {folder} cannot be written ({error.strerror}); give another folder", key="out", value=folder) from error
-    return path
 
 
 def _choose_dtype(options: DemoOptions) -> tuple[str, str]:
@@ -294,15 +275,7 @@ def _summary(
         "peak_rss": peak,
         "totals": vars(totals),
         "stats": stats,
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "cores": psutil.cpu_count(),
-            "memory": psutil.virtual_memory().total,
-            "system": platform.platform(),
-            "python": sys.version.split()[0],
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
-        },
+        "machine": machine() | {"threads": torch.get_num_threads()},
     }
 
 

@@ -2,6 +2,7 @@
 
 from ._aiofiles import AiofilesStorage
 from ._buffers import aligned_buffer
+from ._cache import cached_nbytes, drop_cache
 from ._checksum import ChecksummedStorage
 from ._direct import DirectStorage
 from ._extents import ExtentAllocator
@@ -11,7 +12,7 @@ from ._memory import MemoryStorage
 from ._mmap import MmapStorage
 from ._scratch import Scratch, remove_orphans
 from ._select import BACKENDS, FILE_BACKENDS, open_storage
-from ._storage import MAX_TRANSFER_NBYTES, Choice, LocalStorage, Storage
+from ._storage import MAX_TRANSFER_NBYTES, Choice, LocalStorage, Some, Storage
 from ._striped import StripedStorage, measure_speeds
 from ._threads import Done, IOThreads
 from ._wrapper import WrapperStorage
@@ -33,10 +34,13 @@ __all__ = [
     "MemoryStorage",
     "MmapStorage",
     "Scratch",
+    "Some",
     "Storage",
     "StripedStorage",
     "WrapperStorage",
     "aligned_buffer",
+    "cached_nbytes",
+    "drop_cache",
     "filesystem_of",
     "measure_speeds",
     "open_storage",

@@ -12,6 +12,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from types import TracebackType
+from typing import Self
 
 from ..errors import ClosedError, ConfigError
 from ..spec import PAGE_NBYTES
@@ -145,7 +147,13 @@ class IOThreads:
             block.job.block_ended(error)
             del block, error  # else the buffer lives until the next one comes
 
-    def close(self, timeout: float) -> bool:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self, timeout: float = 30.0) -> bool:
         """Refuse new work, fail what is queued, let what is in flight end, join. False when one still hangs after `timeout` seconds."""
         with self._lock:
             self._closed = True

@@ -8,6 +8,7 @@ import errno
 import gc
 import itertools
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -571,3 +572,45 @@ def test_every_backend_with_checksums(tmp_path: Path, backend: str) -> None:
                 assert torch.equal(lease.tensor, tensor)
         assert manager.stats()["bytes_read"] > 0
         assert manager.stats()["backend_reason"]
+
+
+_OTHER = """
+import sys, torch, swapio
+with swapio.SwapManager(paths=[sys.argv[1]], host_memory="1MiB", checksums=True) as manager:
+    for i in range(8):
+        manager.put(str(i), torch.full((100_000,), 100.0 + i))
+    print("ready", flush=True)
+    sys.stdin.readline()
+    for i in range(8):
+        with manager.acquire(str(i)) as lease:
+            assert (lease.tensor == 100.0 + i).all(), i
+print("good", flush=True)
+"""
+
+
+def test_managers_on_one_path_never_meet(tmp_path: Path) -> None:
+    """Two in this process, one in another, and a stranger's file between them."""
+    stranger = tmp_path / "notes.txt"
+    stranger.write_text("keep")
+    other = subprocess.Popen([sys.executable, "-c", _OTHER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        with contextlib.ExitStack() as stack:
+            managers = [
+                stack.enter_context(swapio.SwapManager(paths=[tmp_path], host_memory="1MiB", backend=backend, checksums=True))
+                for backend in ("direct", "aiofiles")
+            ]
+            for i in range(8):
+                for number, manager in enumerate(managers):
+                    manager.put(str(i), torch.full((100_000,), 10.0 * number + i))
+            assert other.stdout is not None
+            assert other.stdout.readline() == "ready\n"
+            for i in range(8):
+                for number, manager in enumerate(managers):
+                    with manager.acquire(str(i)) as lease:
+                        assert (lease.tensor == 10.0 * number + i).all()
+        output, _ = other.communicate("go\n", timeout=60)
+        assert output == "good\n"
+    finally:
+        other.kill()
+    assert stranger.read_text() == "keep"
+    assert list(tmp_path.iterdir()) == [stranger]

@@ -1,0 +1,25 @@
+"""What a drive gives: the bench, the search for the best setting, and what it means for training."""
+
+from ._bench import QUICK, STANDARD, TINY, Plan, best_setting, config_block, run_bench
+from ._forecast import Forecast, forecast
+from ._tune import Search, run_tune
+from ._workload import ACTIONS, DriveFile, Sample, Setting, measure
+
+__all__ = [
+    "ACTIONS",
+    "QUICK",
+    "STANDARD",
+    "TINY",
+    "DriveFile",
+    "Forecast",
+    "Plan",
+    "Sample",
+    "Search",
+    "Setting",
+    "best_setting",
+    "config_block",
+    "forecast",
+    "measure",
+    "run_bench",
+    "run_tune",
+]

@@ -1,0 +1,362 @@
+"""The bench of a drive: what is measured, in which order, and what comes out of it.
+
+[Note: What makes a figure believed]
+The file's blocks are written once before anything is timed: a first write into reserved blocks is slower. Around the page cache (`direct`)
+the cache is looked at before each read, and holds nothing; the other backends start each read with an empty cache, pass through the file
+once, and their writes end when they are durable. All points are measured in rounds, each in an order of its own, so that a drive that slows
+down or is shared slows all of them; medians and the spread of the rounds are given. fio takes turns with ours, first and last in turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import random
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import ConfigError, StorageError, UsageError
+from ..io import FILE_BACKENDS, aligned_buffer, filesystem_of
+from ..spec import format_nbytes
+from ._fio import fio_run, fio_version
+from ._forecast import forecast
+from ._pair import measure_processes
+from ._workload import ACTIONS, READ_SHARE, DriveFile, Sample, Setting, measure, written_nbytes
+
+__all__ = ["QUICK", "STANDARD", "TINY", "Plan", "Progress", "run_bench"]
+
+KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
+KEPT_FREE_NBYTES = GiB
+Progress = Callable[[int, int, str], None]
+"""Called with the bytes done, those of the whole run, and what is measured now."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How much is measured.
+
+    Attributes:
+        file_nbytes: of the file of each backend.
+        point_nbytes: moved by one measurement.
+        blocks, depths: of the grid for `direct`; the other backends take each block at `buffered_depths`.
+        repeats: rounds over the grid.
+        fio_points: block and depth of the comparison with fio; the best setting is compared too.
+        fio_repeats: pairs of fio and ours, each of `fio_nbytes`; 0 leaves fio out.
+        checksum_repeats: pairs with and without checksums.
+        sustained_nbytes: written in one go, 0 leaves it out.
+        num_processes: at once on one drive; 1 leaves it out.
+        limit_s: when to stop repeating; one round over everything is always done.
+    """
+
+    file_nbytes: int
+    point_nbytes: int
+    blocks: tuple[int, ...]
+    depths: tuple[int, ...]
+    buffered_depths: tuple[int, ...]
+    repeats: int
+    fio_points: tuple[tuple[int, int], ...]
+    fio_repeats: int
+    fio_nbytes: int
+    checksum_repeats: int
+    sustained_nbytes: int
+    num_processes: int
+    limit_s: float = math.inf
+
+
+STANDARD = Plan(
+    GiB, 256 * MiB, (256 * KiB, MiB, 4 * MiB, 16 * MiB), (1, 2, 4, 8, 16), (4,), 3, ((256 * KiB, 8), (MiB, 8)), 7, 512 * MiB, 5, 8 * GiB, 2
+)
+QUICK = Plan(256 * MiB, 64 * MiB, (MiB, 4 * MiB), (4, 8), (4,), 3, (), 3, 128 * MiB, 3, 0, 2, limit_s=20)
+TINY = Plan(8 * MiB, 2 * MiB, (64 * KiB, 256 * KiB), (1, 2), (2,), 2, (), 2, 4 * MiB, 2, 8 * MiB, 2)
+
+_FIRST_NBYTES = 2 * 10**9  # of a sustained write; many drives take about so much into a faster part
+_CHUNK_NBYTES = 256 * MiB
+
+
+class _Run:
+    """One run over one directory."""
+
+    def __init__(self, directory: str | os.PathLike[str], plan: Plan, progress: Progress) -> None:
+        self.directory = os.fspath(directory)
+        self.plan = plan
+        self.files: dict[str, DriveFile] = {}
+        self.refused: dict[str, str] = {}
+        self.samples: list[Sample] = []
+        self.written = 0
+        self.read = 0
+        self.cut: list[str] = []
+        self._start = time.monotonic()
+        self._progress = progress
+        self._content = aligned_buffer(max(*plan.blocks, MiB), os.urandom(MiB))
+        self.fio = fio_version() if plan.fio_repeats else None
+
+    # what will be done ---------------------------------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> list[Setting]:
+        plan = self.plan
+        return [
+            Setting(kind, block, depth)
+            for kind in self.files
+            for block in plan.blocks
+            for depth in (plan.depths if kind == "direct" else plan.buffered_depths)
+        ]
+
+    def planned(self) -> tuple[int, int]:
+        """Bytes moved and, among them, written by the whole run; of parts that depend on the best setting, for the largest block."""
+        plan = self.plan
+        points: list[tuple[str, int, int, int]] = [  # action, block, bytes, how often
+            (action, s.block_nbytes, plan.point_nbytes, plan.repeats) for s in self.settings for action in ACTIONS
+        ]
+        block = min(plan.blocks)
+        if self.fio and "direct" in self.files:
+            points += [(action, block, plan.fio_nbytes, 2 * plan.fio_repeats * (1 + len(plan.fio_points))) for action in ACTIONS]
+        points += [(action, block, plan.point_nbytes, 2 * plan.checksum_repeats) for action in ("read", "write")]
+        points += [
+            ("write", block, plan.sustained_nbytes, 1),
+            ("write", block, plan.file_nbytes, len(self.files)),
+            ("write", block, plan.point_nbytes, 1),
+        ]
+        if plan.num_processes > 1:
+            points.append(("write", block, plan.num_processes * self._share, 1))
+            points += [(action, block, plan.num_processes * self._share, 2) for action in ACTIONS]
+        moved = sum(nbytes * times for _, _, nbytes, times in points)
+        return moved, sum(written_nbytes(action, block, nbytes) * times for action, block, nbytes, times in points)
+
+    @property
+    def _share(self) -> int:
+        """Bytes of the file of each of several processes, and of what each moves."""
+        return min(self.plan.file_nbytes, self.plan.point_nbytes)
+
+    # doing it ------------------------------------------------------------------------------------------------------------
+
+    def open_files(self, stack: contextlib.ExitStack) -> None:
+        for kind in FILE_BACKENDS:
+            try:
+                self.files[kind] = stack.enter_context(DriveFile(self.directory, backend=kind, nbytes=self.plan.file_nbytes))
+            except StorageError as error:
+                self.refused[kind] = str(error)
+        if not self.files:
+            raise StorageError(
+                "opening", name="test file", path=self.directory, offset=0, wanted=self.plan.file_nbytes, got=0,
+                why="; ".join(f"{kind}: {why}" for kind, why in self.refused.items()),
+            )  # fmt: skip
+
+    def count(self, read: int, written: int, what: str) -> None:
+        self.read += read
+        self.written += written
+        self._progress(self.read + self.written, self.planned()[0], what)
+
+    def fill(self) -> None:
+        for kind, file in self.files.items():
+            self.count(0, file.fill(self._content), f"filling the file of {kind}")
+
+    def take(self, setting: Setting, action: str, nbytes: int, file: DriveFile | None = None) -> Sample:
+        sample = measure(file or self.files[setting.backend], setting, action, nbytes=nbytes, content=self._content)
+        self.count(sample.read_nbytes, sample.written_nbytes, f"{action}: {setting}")
+        return sample
+
+    def rounds(self, num: int, what: str, *, share: float) -> Iterator[int]:
+        """The numbers of the rounds, at least one, as long as this part's share of the time lasts."""
+        for i in range(num):
+            if i and time.monotonic() - self._start > share * self.plan.limit_s:
+                self.cut.append(f"{what}: {i} of {num} rounds, for time")
+                return
+            yield i
+
+    def grid(self) -> list[dict[str, Any]]:
+        order = random.Random(0)
+        for _ in self.rounds(self.plan.repeats, "grid", share=0.5):
+            points = [(s, action) for s in self.settings for action in ACTIONS]
+            order.shuffle(points)
+            self.samples += [self.take(s, action, self.plan.point_nbytes) for s, action in points]
+        rows = []
+        for setting in self.settings:
+            for action in ACTIONS:
+                found = [s for s in self.samples if s.setting == setting and s.action == action]
+                rows.append(
+                    dataclasses.asdict(setting)
+                    | {"action": action}
+                    | spread([s.bytes_per_s for s in found])
+                    | {
+                        "p50_ms": 1e3 * statistics.median(s.p50_s for s in found),
+                        "p99_ms": 1e3 * statistics.median(s.p99_s for s in found),
+                        "cpu_cores": statistics.median(s.cpu_cores for s in found),
+                        "cached_nbytes": max((s.cached_nbytes for s in found if s.cached_nbytes is not None), default=None),
+                    }
+                )
+        return rows
+
+    def compare_fio(self, best: Setting) -> list[dict[str, Any]]:
+        rows = []
+        settings = dict.fromkeys([*(Setting("direct", *point) for point in self.plan.fio_points), best])
+        for setting in settings:
+            for action in ACTIONS:
+                ours: list[float] = []
+                theirs: list[float] = []
+                for i in self.rounds(self.plan.fio_repeats, f"fio, {action}", share=0.7):
+                    for who in ("fio", "ours") if i % 2 else ("ours", "fio"):
+                        if who == "ours":
+                            ours.append(self.take(setting, action, self.plan.fio_nbytes).bytes_per_s)
+                        else:
+                            read, written, seconds = fio_run(self.files["direct"], setting, action, nbytes=self.plan.fio_nbytes)
+                            theirs.append((read + written) / seconds)
+                            self.count(read, written, f"{action}: fio, {setting}")
+                low, high = ratio_interval(ours, theirs)
+                rows.append(
+                    dataclasses.asdict(setting)
+                    | {"action": action, "ours": spread(ours), "fio": spread(theirs)}
+                    | {"ratio": statistics.median(ours) / statistics.median(theirs), "ratio_90_percent": [low, high]}
+                )
+        return rows
+
+    def compare_checksums(self, best: Setting) -> list[dict[str, Any]]:
+        rows = []
+        with DriveFile(self.directory, backend=best.backend, nbytes=self.plan.point_nbytes, checksums=True) as checked:
+            self.count(0, checked.fill(self._content), "filling the file with checksums")
+            files = {"off": self.files[best.backend], "on": checked}
+            for action in ("write", "read"):
+                kept: dict[str, list[Sample]] = {"off": [], "on": []}
+                for i in self.rounds(self.plan.checksum_repeats, f"checksums, {action}", share=0.8):
+                    for how in ("off", "on") if i % 2 else ("on", "off"):
+                        kept[how].append(self.take(best, action, self.plan.point_nbytes, files[how]))
+                speeds = {how: spread([s.bytes_per_s for s in samples]) for how, samples in kept.items()}
+                ratio = speeds["on"]["median_bytes_per_s"] / speeds["off"]["median_bytes_per_s"]
+                cpu = {f"cpu_cores_{how}": statistics.median(s.cpu_cores for s in samples) for how, samples in kept.items()}
+                rows.append({"action": action, **speeds, "ratio": ratio, **cpu})
+        return rows
+
+    def sustained(self, setting: Setting) -> dict[str, Any]:
+        total = self.plan.sustained_nbytes
+        chunk = min(_CHUNK_NBYTES, self.plan.file_nbytes, total // 4)
+        samples = [self.take(setting, "write", min(chunk, total - at)) for at in range(0, total, chunk)]
+        first, rest, done = [0, 0.0], [0, 0.0], 0
+        for sample in samples:
+            part = first if done < min(_FIRST_NBYTES, total / 2) else rest
+            part[0] += sample.written_nbytes
+            part[1] += sample.seconds
+            done += sample.written_nbytes
+        speeds = [nbytes / seconds for nbytes, seconds in (first, rest)]
+        return {
+            "first_nbytes": first[0], "rest_nbytes": rest[0], "first_bytes_per_s": speeds[0], "rest_bytes_per_s": speeds[1],
+            "ratio": speeds[1] / speeds[0], "chunks_bytes_per_s": [s.bytes_per_s for s in samples],
+        }  # fmt: skip
+
+    def processes(self, best: Setting) -> dict[str, Any]:
+        several = measure_processes(
+            self.directory, best, [*ACTIONS, *ACTIONS], num_processes=self.plan.num_processes, file_nbytes=self._share, nbytes=self._share
+        )
+        n = self.plan.num_processes
+        for action in ("write", *ACTIONS, *ACTIONS):
+            written = n * written_nbytes(action, best.block_nbytes, self._share)
+            self.count(n * self._share - written, written, f"{n} processes")
+        one = {a: statistics.median(s.bytes_per_s for s in self.samples if s.setting == best and s.action == a) for a in ACTIONS}
+        both = {a: statistics.median(several[i :: len(ACTIONS)]) for i, a in enumerate(ACTIONS)}
+        return {"num_processes": n, "one_bytes_per_s": one, "together_bytes_per_s": both, "ratio": {a: both[a] / one[a] for a in ACTIONS}}
+
+
+def run_bench(
+    directory: str | os.PathLike[str],
+    *,
+    plan: Plan = STANDARD,
+    announce: Callable[[int, int], None] = lambda moved, written: None,
+    progress: Progress = lambda done, total, what: None,
+) -> dict[str, Any]:
+    """Measure the drive under `directory`; nothing is left there, also when interrupted.
+
+    Args:
+        announce: called once before anything is written, with the bytes that will be moved and, among them, written.
+
+    Returns:
+        everything that was found, ready for JSON.
+
+    Raises:
+        ConfigError: too little room; StorageError: the directory cannot be used.
+    """
+    run = _Run(directory, plan, progress)
+    room = shutil.disk_usage(directory).free if os.path.isdir(directory) else 0
+    need = len(FILE_BACKENDS) * plan.file_nbytes + KEPT_FREE_NBYTES
+    if os.path.isdir(directory) and room < need:
+        raise ConfigError(
+            f"{run.directory}: {format_nbytes(room)} are free, the bench needs {format_nbytes(need)}; free some or take --quick",
+            key="path",
+        )
+    with contextlib.ExitStack() as stack:
+        run.open_files(stack)
+        moved, written = run.planned()
+        announce(moved, written)
+        run.fill()
+        grid = run.grid()
+        best = best_setting(grid)
+        notes = run.cut
+        fio: list[dict[str, Any]] = []
+        if run.fio and "direct" in run.files:
+            try:
+                fio = run.compare_fio(best if best.backend == "direct" else best_setting([r for r in grid if r["backend"] == "direct"]))
+            except UsageError as error:
+                notes.append(str(error))
+        elif plan.fio_repeats:
+            notes.append("fio is not installed" if not run.fio else "O_DIRECT is refused there, so fio has nothing to be compared with")
+        checksums = run.compare_checksums(best)
+        sustained = run.sustained(best_setting(grid, "write")) if plan.sustained_nbytes else None
+        processes = run.processes(best) if plan.num_processes > 1 else None
+    mix = next(r["median_bytes_per_s"] for r in grid if _setting(r) == best and r["action"] == "mix")
+    filesystem = filesystem_of(directory)
+    return {
+        "path": run.directory,
+        "filesystem": dataclasses.asdict(filesystem),
+        "plan": dataclasses.asdict(plan) | {"read_share_of_mix": READ_SHARE, "order": "shuffled in each round, seed 0"},
+        "fio_version": run.fio,
+        "refused_backends": run.refused,
+        "planned_nbytes": {"moved": moved, "written": written},
+        "actual_nbytes": {"moved": run.read + run.written, "written": run.written},
+        "grid": grid,
+        "fio": fio,
+        "checksums": checksums,
+        "sustained_write": sustained,
+        "processes": processes,
+        "best": dataclasses.asdict(best) | {"mix_bytes_per_s": mix},
+        "swapio_config": config_block(best),
+        "forecast": [dataclasses.asdict(f) for f in forecast(mix)],
+        "notes": notes,
+    }
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, least and most, in bytes per second."""
+    return {"median_bytes_per_s": statistics.median(values), "min_bytes_per_s": min(values), "max_bytes_per_s": max(values)}
+
+
+def ratio_interval(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
+    """The middle 90% of the ratio of medians, by bootstrap (Efron 1979)."""
+    draw = np.random.default_rng(0)
+    a, b = (np.median(draw.choice(np.asarray(v), (2000, len(v))), axis=1) for v in (ours, theirs))
+    low, high = np.quantile(a / b, (0.05, 0.95))
+    return float(low), float(high)
+
+
+def _setting(row: dict[str, Any]) -> Setting:
+    return Setting(row["backend"], row["block_nbytes"], row["queue_depth"])
+
+
+def best_setting(rows: Iterable[dict[str, Any]], action: str = "mix", *, within: float = 0.03) -> Setting:
+    """Of the settings that reach the best median but for `within`, the one with the fewest bytes in flight."""
+    rows = [r for r in rows if r["action"] == action]
+    top = max(r["median_bytes_per_s"] for r in rows)
+    good = [_setting(r) for r in rows if r["median_bytes_per_s"] >= (1 - within) * top]
+    return min(good, key=lambda s: (s.block_nbytes * s.queue_depth, s.queue_depth))
+
+
+def config_block(setting: Setting) -> dict[str, Any]:
+    """The part of a config that asks for a setting."""
+    return {
+        "aio": {"block_size": setting.block_nbytes, "queue_depth": setting.queue_depth},
+        "swapio": {"backend": setting.backend},
+    }

@@ -1,0 +1,45 @@
+"""The same transfers by fio, to check our own figures against."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+
+from ..errors import UsageError
+from ._workload import READ_SHARE, DriveFile, Setting
+
+__all__ = ["fio_run", "fio_version"]
+
+_PATTERNS = {"read": "read", "write": "write", "mix": "rw"}
+
+
+def fio_version() -> str | None:
+    """`"fio-3.33"`; `None` where it is not installed."""
+    if shutil.which("fio") is None:
+        return None
+    return subprocess.run(["fio", "--version"], capture_output=True, text=True, timeout=10, check=False).stdout.strip() or None
+
+
+def fio_run(file: DriveFile, setting: Setting, action: str, *, nbytes: int) -> tuple[int, int, float]:
+    """Bytes read, bytes written and seconds of fio on the same file, with `O_DIRECT`, the same block and depth, by asynchronous I/O.
+
+    Raises:
+        UsageError: fio failed, with what it said.
+    """
+    command = [
+        "fio", "--name=compare", f"--filename={file.path_for_others}", f"--filesize={file.extent.end}", f"--offset={file.extent.offset}",
+        f"--rw={_PATTERNS[action]}", f"--rwmixread={round(100 * READ_SHARE)}", f"--bs={setting.block_nbytes}",
+        f"--iodepth={setting.queue_depth}", f"--io_size={nbytes}", "--direct=1", "--ioengine=libaio", "--thread", "--allow_file_create=0",
+        "--output-format=json",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    try:
+        job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+        if job["error"] or done.returncode:
+            raise ValueError(job["error"])
+    except (ValueError, KeyError, IndexError) as error:
+        raise UsageError(f"fio failed ({done.returncode}): {done.stderr.strip() or done.stdout.strip()[:500]}") from error
+    # fio counts whole milliseconds; a mix ends with the later of the two
+    seconds = max(job["read"]["runtime"], job["write"]["runtime"], 1) / 1e3
+    return job["read"]["io_bytes"], job["write"]["io_bytes"], seconds

@@ -1,0 +1,209 @@
+"""Moving blocks the way the store does it, with a clock beside: one action, one setting, a fixed number of bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from ..errors import StorageError
+from ..io import FILE_BACKENDS, ChecksummedStorage, IOThreads, Storage, WrapperStorage, aligned_buffer, cached_nbytes, drop_cache
+from ..spec import Extent, format_nbytes
+
+__all__ = ["ACTIONS", "READ_SHARE", "DriveFile", "Sample", "Setting", "measure", "written_nbytes"]
+
+ACTIONS = ("read", "write", "mix")
+READ_SHARE = 14 / 26
+"""Of the bytes that an optimizer step moves with 16-bit weights and fp32 AdamW: 14 of 26 are read."""
+
+_TIMEOUT_S = 120.0
+_AHEAD = 4  # blocks that wait for a thread, so that none waits for work
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class Setting:
+    """How bytes are moved: the backend, bytes of one transfer, and how many are in flight, one thread each."""
+
+    backend: str
+    block_nbytes: int
+    queue_depth: int
+
+    def __str__(self) -> str:
+        return f"{self.backend}, {self.queue_depth} x {format_nbytes(self.block_nbytes)}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sample:
+    """One measurement.
+
+    Attributes:
+        seconds: from the first transfer to the end of the last; of buffered writes, until they are durable.
+        p50_s, p99_s: of the latency of a block, from when a thread takes it.
+        cpu_cores: CPU seconds of this process per second.
+        cached_nbytes: of what was read, bytes that lay in the page cache before; None where the system does not tell.
+    """
+
+    action: str
+    setting: Setting
+    read_nbytes: int
+    written_nbytes: int
+    seconds: float
+    p50_s: float
+    p99_s: float
+    cpu_cores: float
+    cached_nbytes: int | None
+
+    @property
+    def bytes_per_s(self) -> float:
+        return (self.read_nbytes + self.written_nbytes) / self.seconds
+
+
+class DriveFile:
+    """A file of `nbytes` in a directory that is gone when this closes; `fill` it before anything is timed.
+
+    Args:
+        checksums: move its bytes through a `ChecksummedStorage`.
+
+    Raises:
+        StorageError: the directory cannot be used with that backend, or has no room.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, backend: str, nbytes: int, checksums: bool = False) -> None:
+        self.file = FILE_BACKENDS[backend](directory)
+        self.storage: Storage = ChecksummedStorage(self.file) if checksums else self.file
+        try:
+            self.extent = self.storage.reserve(nbytes, name="test file")
+        except BaseException:
+            self.storage.close()
+            raise
+
+    def fill(self, content: memoryview) -> int:
+        """Write every byte, since a first write into reserved blocks is slower; returns how many."""
+        with IOThreads(self.storage) as threads:
+            done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+            starts = range(self.extent.offset, self.extent.end, content.nbytes)
+            for start in starts:
+                threads.write(start, content[: self.extent.end - start], name="test file", priority=0, done=done.put)
+            for _ in starts:
+                if (error := done.get(timeout=_TIMEOUT_S)) is not None:
+                    raise error
+        self.storage.sync()
+        return self.extent.nbytes
+
+    @property
+    def path_for_others(self) -> str:
+        """A name under which another process of this user can open it."""
+        return str(self.file.file).replace("/self/", f"/{os.getpid()}/")
+
+    def close(self) -> None:
+        self.storage.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class _Timed(WrapperStorage):
+    """Notes how long each transfer took."""
+
+    def __init__(self, inner: Storage) -> None:
+        super().__init__(inner)
+        self.seconds: list[float] = []
+
+    def read(self, offset: int, buffer: memoryview, *, name: str) -> None:
+        start = time.perf_counter()
+        self.inner.read(offset, buffer, name=name)
+        self.seconds.append(time.perf_counter() - start)
+
+    def write(self, offset: int, buffer: memoryview, *, name: str) -> None:
+        start = time.perf_counter()
+        self.inner.write(offset, buffer, name=name)
+        self.seconds.append(time.perf_counter() - start)
+
+
+def blocks(action: str, extent: Extent, block_nbytes: int, nbytes: int) -> Iterator[tuple[str, int]]:
+    """Action and offset of each block: reads and writes each go through the file in order; in a mix the reads are ahead."""
+    places = extent.nbytes // block_nbytes
+    count = {"read": 0, "write": 0}
+    for i in range(1, max(nbytes // block_nbytes, 1) + 1):
+        kind = action if action != "mix" else "read" if count["read"] < round(i * READ_SHARE) else "write"
+        yield kind, extent.offset + count[kind] % places * block_nbytes
+        count[kind] += 1
+
+
+def written_nbytes(action: str, block_nbytes: int, nbytes: int) -> int:
+    """How many of the bytes that `measure` moves are written."""
+    num_blocks = max(nbytes // block_nbytes, 1)
+    return block_nbytes * {"read": 0, "write": num_blocks, "mix": num_blocks - round(num_blocks * READ_SHARE)}[action]
+
+
+def measure(file: DriveFile, setting: Setting, action: str, *, nbytes: int, content: memoryview) -> Sample:
+    """Move `nbytes` through `file` and time it.
+
+    Args:
+        nbytes: at most the file's for a buffered backend, so that nothing is read twice: the page cache is emptied before.
+        content: bytes to write, at least one block.
+
+    Raises:
+        StorageError: a transfer failed.
+    """
+    fd, storage = file.file.fileno(), file.storage
+    buffered = setting.backend != "direct"
+    cached = None
+    if action != "write":
+        if buffered:
+            storage.sync()
+            drop_cache(fd)
+        cached = cached_nbytes(fd, storage.end)
+    timed = _Timed(storage)
+    free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+    arena = aligned_buffer((setting.queue_depth + _AHEAD) * setting.block_nbytes)
+    np.frombuffer(arena, np.uint8)[::4096] = 1  # so that no page fault is timed
+    for start in range(0, arena.nbytes, setting.block_nbytes):
+        free.put(arena[start : start + setting.block_nbytes])
+    source = content[: setting.block_nbytes]
+    errors: list[BaseException] = []
+    slots = threading.Semaphore(setting.queue_depth + _AHEAD)
+    moved = {"read": 0, "write": 0}
+
+    def take_slot() -> None:
+        if not slots.acquire(timeout=_TIMEOUT_S):
+            why = f"nothing has moved for {_TIMEOUT_S:.0f} s"
+            raise StorageError(action, name="test file", path=storage.path, offset=0, wanted=nbytes, got=sum(moved.values()), why=why)
+
+    with IOThreads(timed, block_nbytes=setting.block_nbytes, queue_depth=setting.queue_depth) as threads:
+        cpu, begin = time.process_time(), time.perf_counter()
+        for kind, offset in blocks(action, file.extent, setting.block_nbytes, nbytes):
+            take_slot()
+            if errors:
+                slots.release()
+                break
+            buffer = free.get() if kind == "read" else source
+
+            def done(error: BaseException | None, buffer: memoryview = buffer, kind: str = kind) -> None:
+                if error is not None:
+                    errors.append(error)
+                if kind == "read":
+                    free.put(buffer)
+                slots.release()
+
+            getattr(threads, kind)(offset, buffer, name="test file", priority=0, done=done)
+            moved[kind] += setting.block_nbytes
+        for _ in range(setting.queue_depth + _AHEAD):
+            take_slot()
+        if errors:
+            raise errors[0]
+        if buffered and action != "read":
+            storage.sync()
+        seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    p50, p99 = np.quantile(timed.seconds, (0.5, 0.99))
+    return Sample(action, setting, moved["read"], moved["write"], seconds, float(p50), float(p99), cpu / seconds, cached)

@@ -1,0 +1,36 @@
+"""What of a file lies in the page cache: the proof that bytes came from the drive."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+
+import numpy as np
+
+from ..spec import round_up
+
+__all__ = ["cached_nbytes", "drop_cache"]
+
+
+def cached_nbytes(fd: int, nbytes: int) -> int | None:
+    """How many of the first `nbytes` bytes of an open file are in memory, by `mincore(2)`; `None` where that cannot be told."""
+    nbytes = min(nbytes, os.fstat(fd).st_size)
+    if not nbytes:
+        return 0
+    with contextlib.suppress(OSError, AttributeError), mmap.mmap(fd, nbytes, prot=mmap.PROT_READ) as mapped:
+        view = np.frombuffer(mapped, np.uint8)
+        resident = np.zeros(round_up(nbytes, mmap.PAGESIZE) // mmap.PAGESIZE, np.uint8)
+        failed = ctypes.CDLL(None).mincore(
+            ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(nbytes), ctypes.c_void_p(resident.ctypes.data)
+        )
+        del view  # else the mapping cannot be closed
+        return None if failed else int((resident & 1).sum()) * mmap.PAGESIZE
+    return None
+
+
+def drop_cache(fd: int) -> None:
+    """Take a file out of the page cache; what is not yet durable stays, so sync before."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
