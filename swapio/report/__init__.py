@@ -1,5 +1,6 @@
 """What people look at: progress, tables and pictures of a run."""
 
+from ._check import Check, Status, check_line, check_table, verdict, worst
 from ._live import LiveRun
 from ._plot import plot_run
 from ._run import PHASES, StepEntry, Totals
@@ -7,11 +8,17 @@ from ._tables import memory_table, percent, time_table
 
 __all__ = [
     "PHASES",
+    "Check",
     "LiveRun",
+    "Status",
     "StepEntry",
     "Totals",
+    "check_line",
+    "check_table",
     "memory_table",
     "percent",
     "plot_run",
     "time_table",
+    "verdict",
+    "worst",
 ]
