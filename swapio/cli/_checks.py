@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Mapping, Sequence
 
+from ..errors import StorageError
 from ..io import Filesystem
 from ..report import Check, Status
 from ..spec import format_nbytes
@@ -51,7 +52,9 @@ _MIN_MEMORY_NBYTES = 1 << 30  # PyTorch itself takes about half of that
 def check_backend(opened: Opened) -> Check:
     """How files are read and written: past the page cache is best."""
     if opened.choice is None:
-        advice = _UNUSABLE.get((opened.error and opened.error.errno) or 0, f"mend that, {_ELSEWHERE}")
+        code = opened.error.errno if opened.error is not None else None
+        is_there = code == errno.ENOENT and isinstance(opened.error, StorageError)  # /proc says so of new files
+        advice = _UNUSABLE[code] if code in _UNUSABLE and not is_there else f"no file can be made there: mend that, {_ELSEWHERE}"
         return Check("backend", Status.BROKEN, f"{opened.path} cannot be used: {opened.error}", advice)
     found = f"{opened.choice.backend}: {opened.choice.reason}"
     if opened.choice.backend == "direct":
@@ -62,31 +65,27 @@ def check_backend(opened: Opened) -> Check:
 
 def check_filesystem(filesystem: Filesystem) -> Check:
     """Its kind, and options that are in the way."""
+    status, advice = _judge_filesystem(filesystem)
+    mount = f" at {filesystem.mount_point} ({','.join(filesystem.options)})" if filesystem.options else ""
+    device = f" on {filesystem.device}" if filesystem.device not in ("", filesystem.type) else ""
+    return Check("filesystem", status, f"{filesystem.type}{device}{mount}", advice)
+
+
+def _judge_filesystem(filesystem: Filesystem) -> tuple[Status, str]:
     kind, options = filesystem.type, filesystem.options
-    status, advice = Status.OK, ""
     if filesystem.is_memory:
-        status, advice = Status.BROKEN, "files there are RAM, so nothing is saved: give a directory on a local drive"
-    elif "ro" in options:
-        status, advice = Status.BROKEN, _UNUSABLE[errno.EROFS]
-    elif kind.startswith(NOT_LOCAL):
-        status, advice = (
-            Status.DEGRADED,
-            "a network's or another program's files are slower than a local drive and may stall: give a local one",
-        )
-    elif kind.startswith(NOT_A_DRIVE):
-        status, advice = Status.DEGRADED, "that is not made for large files: give a directory on ext4, xfs or btrfs"
-    elif {"sync", "data=journal"} & set(options):
-        status, advice = (
-            Status.DEGRADED,
-            "with sync or data=journal every write waits or is written twice: mount without, or give another drive",
-        )
-    elif kind == "overlay":
-        advice = "a container's layer on some drive of its host: a volume on the fastest drive is better"
-    elif kind == "unknown":
-        advice = "this system does not tell"
-    mount = f" at {filesystem.mount_point} ({','.join(options)})" if options else ""
-    device = f" on {filesystem.device}" if filesystem.device not in ("", kind) else ""
-    return Check("filesystem", status, f"{kind}{device}{mount}", advice)
+        return Status.BROKEN, "files there are RAM, so nothing is saved: give a directory on a local drive"
+    if "ro" in options:
+        return Status.BROKEN, _UNUSABLE[errno.EROFS]
+    if kind.startswith(NOT_LOCAL):
+        return Status.DEGRADED, "files of a network or of another program are slower and may stall: give a directory on a local drive"
+    if kind.startswith(NOT_A_DRIVE):
+        return Status.DEGRADED, "that is not made for large files: give a directory on ext4, xfs or btrfs"
+    if {"sync", "data=journal"} & set(options):
+        return Status.DEGRADED, "sync makes every write wait, data=journal writes all twice: mount without, or give another drive"
+    if kind == "overlay":
+        return Status.OK, "a container's layer on some drive of its host: a volume on the fastest drive is better"
+    return Status.OK, "this system does not tell" if kind == "unknown" else ""
 
 
 def check_space(space: Space) -> Check:
@@ -113,30 +112,25 @@ def check_drive(drives: Sequence[Drive]) -> Check:
         return Check("drive", Status.BROKEN, found, "what is there is RAM, so nothing is saved: give a directory on a drive")
     if any(drive.spins for drive in drives):
         return Check("drive", Status.DEGRADED, found, "a spinning disk moves some 0.2 GB/s, an NVMe drive 10 to 60 times as much: use one")
-    advice = (
-        "how fast it is depends on what the host gives; if it offers local NVMe drives, use one"
-        if any(d.is_virtual for d in drives)
-        else ""
-    )
-    return Check("drive", Status.OK, found, advice)
+    is_virtual = any(drive.is_virtual for drive in drives)
+    return Check("drive", Status.OK, found, "its speed is up to the host; if that offers local NVMe drives, use one" if is_virtual else "")
 
 
 def check_memory(memory: HostMemory, budget_nbytes: int | None) -> Check:
     """Whether the budget for host memory can be had, `None` for what "auto" takes."""
     found = f"{format_nbytes(memory.total_nbytes)}, {format_nbytes(memory.available_nbytes)} available"
-    if memory.cgroup is not None:
-        found += (
-            f", limit of the control group {format_nbytes(memory.cgroup.limit_nbytes)}, {format_nbytes(memory.cgroup.left_nbytes)} left"
-        )
+    group = memory.cgroup
+    if group is not None:
+        found += f", limit of the control group {format_nbytes(group.limit_nbytes)}, {format_nbytes(group.left_nbytes)} left"
     auto = format_nbytes(memory.auto_nbytes)
     if budget_nbytes is None:
         found += f"; host_memory=auto takes {auto}"
         if memory.free_nbytes < _MIN_MEMORY_NBYTES:
-            advice = f"end other programs, or raise the limit: PyTorch and its activations want {format_nbytes(_MIN_MEMORY_NBYTES)}"
+            advice = f"end other programs, or raise the limit: PyTorch and activations want {format_nbytes(_MIN_MEMORY_NBYTES)}"
             return Check("memory", Status.DEGRADED, found, advice)
         return Check("memory", Status.OK, found)
     found += f"; asked for {format_nbytes(budget_nbytes)}"
-    if memory.cgroup is not None and budget_nbytes > memory.cgroup.left_nbytes:
+    if group is not None and budget_nbytes > group.left_nbytes:
         killed = "the kernel kills a process that goes above its control group's limit"
         return Check("memory", Status.BROKEN, found, f"{killed}: ask for at most {auto}, or raise the limit (docker run --memory)")
     if budget_nbytes > memory.available_nbytes:
@@ -162,27 +156,25 @@ def check_memlock(limit: LockLimit, *, has_accelerator: bool, wanted_nbytes: int
 
 def check_accelerators(accelerators: Accelerators) -> Check:
     """What computes. Without a GPU it is the processor, which is fine unless there is one that PyTorch cannot use."""
-    broken = [device for device in accelerators.found if device.problem]
+    devices = accelerators.found
+    broken = [device for device in devices if device.problem]
     if broken:
         found = "; ".join(f"{device.name}: {device.problem}" for device in broken)
-        return Check("devices", Status.BROKEN, found, 'another PyTorch or driver may know that GPU; else leave it out: "device": "cpu"')
-    if accelerators.found:
-        found = "; ".join(
-            f"{device.name}, {format_nbytes(device.total_nbytes)}, {format_nbytes(device.free_nbytes)} free"
-            for device in accelerators.found
-        )
-        return Check("devices", Status.OK, found, "one process uses one of them" if len(accelerators.found) > 1 else "")
+        advice = 'another PyTorch or driver may know that GPU; without it: "swapio": {"device": "cpu"}, or CUDA_VISIBLE_DEVICES'
+        return Check("devices", Status.BROKEN, found, advice)
+    if devices:
+        found = "; ".join(f"{d.name}, {format_nbytes(d.total_nbytes)}, {format_nbytes(d.free_nbytes)} free" for d in devices)
+        return Check("devices", Status.OK, found, "one process uses one of them" if len(devices) > 1 else "")
     built = f"PyTorch is built for CUDA {accelerators.built_for}" if accelerators.built_for else "PyTorch is built without CUDA"
     if not accelerators.num_nodes:
         return Check("devices", Status.OK, f"the processor computes: no NVIDIA GPU is visible, {built}")
     found = f"the processor computes, though there are NVIDIA GPUs ({accelerators.num_nodes}): {built}"
     if not accelerators.built_for:
         return Check("devices", Status.DEGRADED, found, "install PyTorch's CUDA build to use them")
-    if accelerators.hidden is not None:
-        found += f", and CUDA_VISIBLE_DEVICES={accelerators.hidden!r} hides them"
-        return Check("devices", Status.DEGRADED, found, "unset CUDA_VISIBLE_DEVICES to use them")
     said = accelerators.problem or "it does not say why it does not see them"
-    return Check("devices", Status.DEGRADED, f"{found}; {said}", "see whether nvidia-smi works; the driver must be as new as that CUDA")
+    hidden = f"; CUDA_VISIBLE_DEVICES is {accelerators.hidden!r}" if accelerators.hidden is not None else ""
+    advice = f"{'unset CUDA_VISIBLE_DEVICES; ' if hidden else ''}see whether nvidia-smi works: the driver must be as new as that CUDA"
+    return Check("devices", Status.DEGRADED, f"{found}; {said}{hidden}", advice)
 
 
 def check_bf16(supported: bool, *, has_accelerator: bool) -> Check:
@@ -200,7 +192,7 @@ def check_cores(cores: Cores) -> Check:
     found = f"{cores.usable:g} of {cores.total} usable"
     if cores.quota is not None and cores.quota < cores.allowed:
         found += f" (the control group's limit; {cores.allowed} by affinity)"
-    found += f", PyTorch computes with {cores.num_threads} threads"
+    found += f"; threads of PyTorch: {cores.num_threads}"
     if cores.num_threads > cores.usable:
         advice = f"more threads than processors wait for each other: set OMP_NUM_THREADS={max(int(cores.usable), 1)}"
         return Check("cores", Status.DEGRADED, found, advice)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
+import logging
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -39,7 +41,8 @@ def run_doctor(path: Path | None, budget: str | None, json_file: Path | None, co
         ConfigError: `budget` is no size, or `json_file` cannot be written.
     """
     budget_nbytes = None if budget in (None, "auto") else parse_nbytes(budget, key="--host-memory")
-    checks = examine(path, budget_nbytes)
+    with _said_here():
+        checks = examine(path, budget_nbytes)
     report = {"verdict": worst(checks), "checks": [dataclasses.asdict(check) for check in checks]}
     text = json.dumps(report, indent=2) + "\n"
     if json_file == Path("-"):
@@ -90,6 +93,17 @@ def examine(path: Path | None = None, budget_nbytes: int | None = None, *, root:
         "versions": lambda: _checks.check_versions(_facts.versions()),
     }
     return [chosen, *(_attempt(name, check) for name, check in checks.items())]
+
+
+@contextlib.contextmanager
+def _said_here() -> Iterator[None]:
+    """Inside, warnings of the log do not go to standard error where nobody set it up: the checks say the same."""
+    log, silent = logging.getLogger("swapio"), logging.NullHandler()
+    log.addHandler(silent)
+    try:
+        yield
+    finally:
+        log.removeHandler(silent)
 
 
 def _place(path: Path | None) -> tuple[Path, Check]:

@@ -82,7 +82,7 @@ def scratch_root(directory: Path) -> Path:
 
 def is_private_folder(path: Path) -> bool | None:
     """A folder, no link, that nobody else can write to: what is below it cannot change under us. `None` when there is nothing."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         found = path.lstat()
         return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
     return None
