@@ -46,14 +46,14 @@ def run_doctor(path: Path | None, budget: str | None, json_file: Path | None, co
     report = {"verdict": worst(checks), "checks": [dataclasses.asdict(check) for check in checks]}
     text = json.dumps(report, indent=2) + "\n"
     if json_file == Path("-"):
-        print(text, end="")
+        print(text, end="", file=console.file)
         return worst(checks).exit_code
     if console.is_terminal:
         console.print(check_table(checks))
     else:
         for check in checks:
-            print(check_line(check))
-    print(verdict(checks))
+            print(check_line(check), file=console.file)
+    print(verdict(checks), file=console.file)
     if json_file is not None:
         try:
             json_file.write_text(text, encoding="utf-8")
