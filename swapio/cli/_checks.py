@@ -67,7 +67,7 @@ def check_filesystem(filesystem: Filesystem) -> Check:
     """Its kind, and options that are in the way."""
     status, advice = _judge_filesystem(filesystem)
     mount = f" at {filesystem.mount_point} ({','.join(filesystem.options)})" if filesystem.options else ""
-    device = f" on {filesystem.device}" if filesystem.device not in ("", filesystem.type) else ""
+    device = f" on {filesystem.device}" if filesystem.device not in ("", "none", filesystem.type) else ""
     return Check("filesystem", status, f"{filesystem.type}{device}{mount}", advice)
 
 
