@@ -101,6 +101,18 @@ def tune(
     tune_path(path, out, Console(highlight=False))
 
 
+@app.command()
+def doctor(
+    path: Annotated[Path | None, typer.Argument(help="Where swap files shall go; default: the local drive with the most room.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help='What training will be given, like "8GiB"; default: what is to spare.')] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write it there; - for standard output, and nothing else.")] = None,
+) -> None:
+    """Say what this machine gives, each line ok, degraded or broken, and what to do about it. Exit code: 0, 1 or 2, by the worst line."""
+    from ._doctor import run_doctor
+
+    raise typer.Exit(run_doctor(path, host_memory, json_file, Console(highlight=False)))
+
+
 def main() -> None:
     """The entry point of `swapio` and `python -m swapio`. Exit code 2: what was asked for cannot work; 1: something failed."""
     try:

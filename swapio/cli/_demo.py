@@ -19,9 +19,10 @@ from ..errors import BudgetError, ConfigError
 from ..report import LiveRun, StepEntry, Totals, machine, memory_table, plot_run, time_table
 from ..spec import format_nbytes, parse_nbytes
 from ._data import Corpus
+from ._facts import computes_in_bf16
 from ._meter import StepMeter, peak_rss
 from ._output import output_file
-from ._place import pick_directory
+from ._place import STATE_NBYTES, pick_directory
 from .gpt import GPT, GPTConfig
 
 __all__ = ["DemoOptions", "DemoResult", "run_demo"]
@@ -29,7 +30,6 @@ __all__ = ["DemoOptions", "DemoResult", "run_demo"]
 _PROMPT = b"The "
 _SAMPLE_TOKENS = 240
 _SAMPLE_SECONDS = 15.0
-_STATE_NBYTES = 12  # per parameter and for both dtypes: weight 2 and lower half 2, or fp32 weight 4; both moments 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     if options.seq > len(corpus.tokens) - 2:
         raise ConfigError(f"--seq: {options.seq} is longer than the text, {len(corpus.tokens)} bytes", key="seq", value=options.seq)
     log_path, png_path, json_path = (output_file(options.out, name) for name in ("demo.jsonl", "demo.png", "demo.json"))
-    state_nbytes = _STATE_NBYTES * options.shape.num_params
+    state_nbytes = STATE_NBYTES * options.shape.num_params
     _explain_model(options, dtype, dtype_reason, console)
     with contextlib.ExitStack() as stack:
         path = _place(options, state_nbytes, console)
@@ -134,8 +134,7 @@ def _choose_dtype(options: DemoOptions) -> tuple[str, str]:
         return options.dtype, "as asked"
     if options.device.startswith("cuda") or (options.device == "auto" and torch.cuda.is_available()):
         return "bf16", "the accelerator computes in it"
-    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    if supported is not None and supported():
+    if computes_in_bf16():
         return "bf16", "this processor computes in it"
     return "fp32", "this processor has no instructions for bf16, which would be ten times slower; --dtype bf16 takes it all the same"
 
@@ -146,8 +145,8 @@ def _explain_model(options: DemoOptions, dtype: str, reason: str, console: Conso
     gradient = 2 if dtype == "bf16" else 4
     console.print(
         f"[bold]The model.[/] A GPT of {shape.num_params / 1e6:.1f} million parameters ({options.layers} layers, {options.dim} wide) that "
-        f"predicts the next byte of Python's own documentation. AdamW needs {_STATE_NBYTES} bytes per parameter, {weights} and 8 of "
-        f"moments: [bold]{format_nbytes(_STATE_NBYTES * shape.num_params)}[/] of state, and "
+        f"predicts the next byte of Python's own documentation. AdamW needs {STATE_NBYTES} bytes per parameter, {weights} and 8 of "
+        f"moments: [bold]{format_nbytes(STATE_NBYTES * shape.num_params)}[/] of state, and "
         f"{format_nbytes(gradient * shape.num_params)} of gradients while a step runs. Computing in {dtype}: {reason}."
     )
 

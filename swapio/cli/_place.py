@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,14 +13,18 @@ import psutil
 
 from ..errors import ConfigError
 from ..spec import format_nbytes
+from ._drive import drives_of
 
-__all__ = ["Place", "pick_directory", "places"]
+__all__ = ["KEPT_FREE_NBYTES", "NOT_A_DRIVE", "NOT_LOCAL", "STATE_NBYTES", "Place", "pick_directory", "places"]
 
 KEPT_FREE_NBYTES = 1 << 30
 """What a run leaves free on the drive."""
 
-_NOT_LOCAL = ("9p", "afs", "ceph", "cifs", "fuse", "gfs", "glusterfs", "gpfs", "lustre", "nfs", "smb", "virtiofs")
-_NOT_A_DRIVE = ("cgroup", "devpts", "devtmpfs", "efivarfs", "mqueue", "proc", "ramfs", "rootfs", "squashfs", "sysfs", "tmpfs", "vfat")
+STATE_NBYTES = 12
+"""AdamW's per parameter, for both dtypes: weight 2 and lower half of the master 2, or fp32 weight 4; both moments 8."""
+
+NOT_LOCAL = ("9p", "afs", "ceph", "cifs", "fuse", "gfs", "glusterfs", "gpfs", "lustre", "nfs", "smb", "virtiofs")
+NOT_A_DRIVE = ("cgroup", "devpts", "devtmpfs", "efivarfs", "mqueue", "proc", "ramfs", "rootfs", "squashfs", "sysfs", "tmpfs", "vfat")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,14 +48,15 @@ def places(candidates: Iterable[Path] | None = None) -> list[Place]:
     """
     mounts = {p.mountpoint: p.fstype for p in psutil.disk_partitions(all=True)}
     if candidates is None:
-        candidates = [Path.cwd(), Path(tempfile.gettempdir()), Path("/var/tmp"), Path.home(), *map(Path, mounts)]
+        names = (".", os.environ.get("TMPDIR", "/tmp"), "/var/tmp", os.path.expanduser("~"), *mounts)  # each may be full or not there
+        candidates = map(Path, names)
     found: dict[int, Place] = {}
     for candidate in candidates:
         with contextlib.suppress(OSError):  # a mount may hang by a thread; it is not the one then
             path = candidate.resolve()
             device = _device(path)
             kind = next((mounts[str(p)] for p in (path, *path.parents) if str(p) in mounts), "unknown")
-            if kind.startswith((*_NOT_LOCAL, *_NOT_A_DRIVE)) or not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
+            if kind.startswith((*NOT_LOCAL, *NOT_A_DRIVE)) or not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
                 continue
             if device not in found:
                 found[device] = Place(path, kind, shutil.disk_usage(path).free, _spins(device))
@@ -86,8 +90,4 @@ def _device(path: Path) -> int:
 
 
 def _spins(device: int) -> bool:
-    block = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
-    for queue in (block / "queue", block.resolve().parent / "queue"):  # a partition's queue is its drive's
-        with contextlib.suppress(OSError):
-            return (queue / "rotational").read_text().strip() == "1"
-    return False
+    return any(drive.spins for drive in drives_of(device))

@@ -10,7 +10,7 @@ from ._file import FileStorage
 from ._filesystem import Filesystem, filesystem_of
 from ._memory import MemoryStorage
 from ._mmap import MmapStorage
-from ._scratch import Scratch, remove_orphans
+from ._scratch import Scratch, is_private_folder, remove_orphans, scratch_root
 from ._select import BACKENDS, FILE_BACKENDS, open_storage
 from ._storage import MAX_TRANSFER_NBYTES, Choice, LocalStorage, Some, Storage
 from ._striped import StripedStorage, measure_speeds
@@ -42,7 +42,9 @@ __all__ = [
     "cached_nbytes",
     "drop_cache",
     "filesystem_of",
+    "is_private_folder",
     "measure_speeds",
     "open_storage",
     "remove_orphans",
+    "scratch_root",
 ]

@@ -20,7 +20,7 @@ import psutil
 
 from ..errors import StorageError
 
-__all__ = ["Scratch", "remove_orphans"]
+__all__ = ["Scratch", "is_private_folder", "remove_orphans", "scratch_root"]
 
 _NAME = re.compile(r"(\d+)-(\d+)-(\d+)")
 _counter = itertools.count()
@@ -35,11 +35,11 @@ class Scratch:
     """
 
     def __init__(self, directory: Path) -> None:
-        root = _root(directory)
+        root = scratch_root(directory)
         while True:
             with contextlib.suppress(FileExistsError):
                 root.mkdir(mode=0o700)
-            if _is_ours(root) is False:
+            if is_private_folder(root) is False:
                 why = "it exists but is no folder of this user alone; remove or rename it"
                 raise StorageError("opening", name="swap folder", path=str(root), offset=0, wanted=0, got=0, errno=errno.EEXIST, why=why)
             self.path = root / f"{os.getpid()}-{_start_time(os.getpid())}-{next(_counter)}"
@@ -66,22 +66,23 @@ def remove_orphans(directory: Path) -> list[Path]:
     """Remove our user's folders below `directory` whose process is gone; returns them."""
     removed = []
     with contextlib.suppress(OSError):
-        root = _root(directory)
-        for entry in sorted(root.iterdir()) if _is_ours(root) else []:
+        root = scratch_root(directory)
+        for entry in sorted(root.iterdir()) if is_private_folder(root) else []:
             match = _NAME.fullmatch(entry.name)
-            if match and _is_ours(entry) and _start_time(int(match[1])) != int(match[2]) and not _is_locked(entry / "lock"):
+            if match and is_private_folder(entry) and _start_time(int(match[1])) != int(match[2]) and not _is_locked(entry / "lock"):
                 _remove(entry)
                 removed.append(entry)
     return removed
 
 
-def _root(directory: Path) -> Path:
+def scratch_root(directory: Path) -> Path:
+    """The folder of this user below `directory`, in which each process makes its own. It need not exist."""
     return directory / f"swapio-{os.getuid()}"
 
 
-def _is_ours(path: Path) -> bool | None:
+def is_private_folder(path: Path) -> bool | None:
     """A folder, no link, that nobody else can write to: what is below it cannot change under us. `None` when there is nothing."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         found = path.lstat()
         return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
     return None

@@ -1,5 +1,6 @@
 """What people look at: progress, tables and pictures of a run."""
 
+from ._check import Check, Status, check_line, check_table, verdict, worst
 from ._drive import drive_tables, plot_drive
 from ._live import LiveRun
 from ._machine import machine
@@ -9,9 +10,13 @@ from ._tables import memory_table, percent, table, time_table
 
 __all__ = [
     "PHASES",
+    "Check",
     "LiveRun",
+    "Status",
     "StepEntry",
     "Totals",
+    "check_line",
+    "check_table",
     "drive_tables",
     "machine",
     "memory_table",
@@ -20,4 +25,6 @@ __all__ = [
     "plot_run",
     "table",
     "time_table",
+    "verdict",
+    "worst",
 ]

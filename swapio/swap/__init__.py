@@ -1,6 +1,7 @@
 """A tiered store of tensors: records that rest on NVMe, in host memory or on the device and come when they are used."""
 
-from ._auto import auto_host_memory
+from ._auto import HostMemory, auto_host_memory, host_memory
+from ._cgroup import CgroupMemory, cgroup_cpus, cgroup_memory
 from ._manager import Acquisition, RecordLease, SwapManager
 from ._record import MAY_START, Place, Record, Residency, TensorSpec
 from ._transfer import Transfer
@@ -8,6 +9,8 @@ from ._transfer import Transfer
 __all__ = [
     "MAY_START",
     "Acquisition",
+    "CgroupMemory",
+    "HostMemory",
     "Place",
     "Record",
     "RecordLease",
@@ -16,4 +19,7 @@ __all__ = [
     "TensorSpec",
     "Transfer",
     "auto_host_memory",
+    "cgroup_cpus",
+    "cgroup_memory",
+    "host_memory",
 ]
