@@ -169,21 +169,21 @@ class _Loading:
         path = self.clean.get("swapio", {}).get("tuned")
         if not isinstance(path, str | os.PathLike):
             return  # the schema says what is wrong with it
+        found = _read_json(Path(path), key="swapio.tuned").get("swapio_config")
         try:
-            found = _read_json(Path(path)).get("swapio_config")
             if not isinstance(found, dict):
-                raise ConfigError(f"{path} has no object `swapio_config`; write the file with `swapio tune`")
+                raise ConfigError("no object `swapio_config`; write the file with `swapio tune`")
             for section, values in found.items():
                 for name, value in values.items() if isinstance(values, dict) else [("", values)]:
-                    key = f"{section}.{name}"
+                    key = f"{section}.{name}".rstrip(".")
                     if key not in _TUNED:
-                        raise ConfigError(f"{path} sets {key.rstrip('.')!r}, which is not tuned; it may set {', '.join(_TUNED)}")
+                        raise ConfigError(f"it sets {key!r}, which is not tuned; it may set {', '.join(_TUNED)}")
                     if key not in self.sources:
                         self.clean.setdefault(section, {})[name] = value
                         self.sources[key] = f"tuned {path}"
             _validate(SwapioConfig, found, "")
         except ConfigError as error:
-            raise ConfigError(f"swapio.tuned: {str(error).removeprefix('config: ')}", key="swapio.tuned", value=str(path)) from error
+            raise ConfigError(f"swapio.tuned: {path}: {error}", key="swapio.tuned", value=str(path)) from error
 
     def scheduler(self) -> None:
         """Check `scheduler.params` against the type, and complete them."""
@@ -246,21 +246,21 @@ def _read(config: Any) -> dict[str, Any]:
         return _plain(config, "")
     if not isinstance(config, str | os.PathLike):
         raise ConfigError(f"config: {type(config).__name__} is neither a dict nor the path of a JSON file", key="config", value=config)
-    return _read_json(Path(config))
+    return _read_json(Path(config), key="config")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, *, key: str) -> dict[str, Any]:
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_twins)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config: {path} cannot be read: {error}", key="config", value=str(path)) from error
+        raise ConfigError(f"{key}: {path} cannot be read: {error}", key=key, value=str(path)) from error
     except json.JSONDecodeError as error:
         where = f"{path}, line {error.lineno}, column {error.colno}"
-        raise ConfigError(f"config: {where}: {error.msg}", key="config", value=str(path)) from error
+        raise ConfigError(f"{key}: {where}: {error.msg}", key=key, value=str(path)) from error
     except _TwinError as error:
-        raise ConfigError(f"config: {path} has the key {error.args[0]!r} twice in one section", key=error.args[0]) from None
+        raise ConfigError(f"{key}: {path} has the key {error.args[0]!r} twice in one section", key=key, value=str(path)) from None
     if not isinstance(loaded, dict):
-        raise ConfigError(f"config: {path} holds a {type(loaded).__name__}, not an object", key="config", value=str(path))
+        raise ConfigError(f"{key}: {path} holds a {type(loaded).__name__}, not an object", key=key, value=str(path))
     return _plain(loaded, "")
 
 
