@@ -192,15 +192,11 @@ class _Loading:
             return
         kind, params = scheduler_params(section.get("type", ""), section.get("params", {}))
         rate = (self.clean.get("optimizer") or {"params": {}})["params"].get("lr")
-        if rate is not None and "warmup_max_lr" in params and "scheduler.params.warmup_max_lr" not in self.sources:
-            if params["warmup_max_lr"] is None:
-                params["warmup_max_lr"] = rate
-                self.sources["scheduler.params.warmup_max_lr"] = "inferred from optimizer.params.lr"
-            elif params["warmup_max_lr"] != rate:
-                self.notes.append(
-                    f"scheduler.params.warmup_max_lr of {kind} is {params['warmup_max_lr']} when not given, as in DeepSpeed, "
-                    f"not optimizer.params.lr {rate}"
-                )
+        if kind == "WarmupDecayLR" and "scheduler.params.warmup_max_lr" not in self.sources and rate not in (None, params["warmup_max_lr"]):
+            self.notes.append(
+                f"scheduler.params.warmup_max_lr of {kind} is {params['warmup_max_lr']} when not given, as in DeepSpeed, "
+                f"not optimizer.params.lr {rate}"
+            )
         self.clean["scheduler"] = {"type": kind, "params": params}
 
     def without_effect(self, loaded: SwapioConfig) -> None:

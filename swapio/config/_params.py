@@ -98,7 +98,7 @@ class _WarmupParams(_SchedulerParams):
 
 class _WarmupLRParams(_WarmupParams):
     warmup_min_lr: Rates = Field(default=0.0, description="learning rate at the start; or a list, one for each param group")
-    warmup_max_lr: Rates = Field(default=None, description="full rate; null: that of the optimizer's first group (WarmupDecayLR: 0.001)")
+    warmup_max_lr: Rates = Field(default=None, description="full rate; null: the one that each param group has (WarmupDecayLR: 0.001)")
 
 
 class _WarmupDecayLRParams(_WarmupLRParams):
