@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from typing import Any
 
 from ..errors import ConfigError
@@ -38,4 +39,4 @@ def refuse_pending(config: SwapioConfig, pending: dict[str, Any]) -> None:
         value: Any = functools.reduce(getattr, key.split("."), config)
         if value != works:
             shown = value.type if key == "scheduler" else value
-            raise ConfigError(f"{key}: {shown!r} is not supported yet; leave it out", key=key, value=shown)
+            raise ConfigError(f"{key}: {shown!r} is not supported yet; use {json.dumps(works)}", key=key, value=shown)

@@ -252,7 +252,9 @@ class SwapioConfig(Section):
         resolved, lines = self.resolved(), []
         for key, source in self._sources.items():
             value: Any = functools.reduce(lambda tree, name: tree[name], key.split("."), resolved)
-            lines.append((key, json.dumps(value), source + (f"; no effect: {self._ignored[key][1]}" if key in self._ignored else "")))
+            lines.append(
+                (key, json.dumps(value, default=str), source + (f"; no effect: {self._ignored[key][1]}" if key in self._ignored else ""))
+            )
         lines.insert(0, ("world size", str(self._world[0]), self._world[1]))
         widths = [min(max(len(line[i]) for line in lines), limit) for i, limit in enumerate((80, 24))]
         return "\n".join(f"{key:{widths[0]}} = {value:{widths[1]}}  ({source})" for key, value, source in lines)
