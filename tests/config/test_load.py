@@ -239,7 +239,7 @@ def test_describe_has_every_value_and_its_source() -> None:
     given = {
         "train_batch_size": 8,
         "bfloat16": {"enabled": True},
-        "dump_state": True,
+        "dump_state": Path("x"),
         "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
     }
     loaded = load_config(given, world_size=2, world_size_source="WORLD_SIZE")
