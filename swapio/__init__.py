@@ -1,6 +1,6 @@
 """swapio trains PyTorch models larger than the machine's memory."""
 
-from .engine import Engine, initialize
+from .engine import Engine, add_config_arguments, initialize
 from .errors import (
     BudgetError,
     ClosedError,
@@ -25,6 +25,7 @@ __all__ = [
     "Transfer",
     "TransferTimeoutError",
     "UsageError",
+    "add_config_arguments",
     "initialize",
 ]
 __version__ = "0.1.0"

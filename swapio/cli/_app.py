@@ -11,6 +11,7 @@ from rich.console import Console
 
 import swapio
 
+from ..config import config_markdown, load_config
 from ..errors import BudgetError, ConfigError, SwapioError
 
 __all__ = ["app", "main"]
@@ -111,6 +112,18 @@ def doctor(
     from ._doctor import run_doctor
 
     raise typer.Exit(run_doctor(path, host_memory, json_file, Console(highlight=False)))
+
+
+@app.command()
+def config(
+    file: Annotated[Path | None, typer.Argument(help="A config in JSON; without one, all keys are listed as a page of Markdown.")] = None,
+    world_size: Annotated[int, typer.Option(min=1, help="Number of ranks to share the batch.")] = 1,
+) -> None:
+    """Show what a config comes to: every value, where it came from, and what has no effect."""
+    if file is None:
+        print(config_markdown(), end="")
+    else:
+        print(load_config(file, world_size=world_size, world_size_source="--world-size").describe())
 
 
 def main() -> None:

@@ -19,6 +19,8 @@ def batch_triple(
     Raises:
         ConfigError: a value below 1, or the three do not agree or do not divide; all values are shown, and where each came from.
     """
+    if world_size < 1:
+        raise ConfigError(f"world_size: {world_size} ({world_size_source}) is no number of ranks; use 1 or more", key="world_size")
     given = (total, micro, steps)
     for key, value in zip(BATCH_KEYS, given, strict=True):
         if value is not None and value < 1:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 import types
 from collections.abc import Iterator
 from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from ._schema import AdamParams, SgdParams, SwapioConfig
+from ._params import SCHEDULERS, AdamParams, SgdParams
+from ._schema import SwapioConfig
 
-__all__ = ["DEPRECATED", "KEYS", "SECTIONS", "Key", "Kind", "config_table", "is_off"]
+__all__ = ["DEPRECATED", "KEYS", "ROWS", "SECTIONS", "Key", "Kind", "is_off"]
 
 
 class Kind(enum.StrEnum):
@@ -61,32 +61,41 @@ def is_off(value: Any, off: tuple[Any, ...]) -> bool:
 
 
 _SWITCH = ({"enabled": False},)
-_ONE_RANK = "one rank does not communicate"
+_REDUCTION = "gradients are reduced in fp32, in the order of the ranks, as each unit's arrive"
+_GATHER = "weights are gathered unit by unit, just in time"
 _BUDGET = "swapio.host_memory bounds everything, and what comes next is learnt"
 _OFF = "its section is off"
 _METHOD = "it changes the training method: do it in the training loop"
+_SERVICE = "nothing is sent to a service: use csv_monitor or tensorboard, or log engine.stats()"
+_EXACT = "what ranks exchange is exact"
+_NO_CHECKPOINTS = "checkpoints are not there yet"
 
 _NO_EFFECT = (
-    ("", "steps_per_print dump_state", "engine.stats() and engine.config.resolved() have it; nothing is printed"),
+    ("", "dump_state", "engine.config.describe() has it"),
     ("", "wall_clock_breakdown memory_breakdown timers comms_logger", "engine.stats() has times and bytes"),
     ("", "log_level", "set the level of the logger 'swapio'"),
     ("", "disable_python_gc", "collections are not relied on"),
     ("", "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer", "there is one implementation of each optimizer"),
-    ("", "prescale_gradients gradient_predivide_factor gradient_allreduce_op fp32_allreduce disable_allgather", _ONE_RANK),
-    ("", "communication_data_type seq_parallel_communication_data_type seq_parallel_comm_data_type", _ONE_RANK),
+    ("", "prescale_gradients gradient_predivide_factor", "gradients are averaged in fp32, where it does not matter when they are divided"),
+    ("", "communication_data_type fp32_allreduce", "gradients are reduced in fp32 in any case"),
+    ("", "disable_allgather", _GATHER),
+    ("", "seq_parallel_communication_data_type seq_parallel_comm_data_type", "sequences are not cut"),
     ("", "pipeline use_data_before_expert_parallelism vocabulary_size", "it describes models that are refused, or only warns"),
     ("optimizer", "legacy_fusion", "there is one implementation"),
     ("optimizer.params", "torch_adam fused foreach", "there is one implementation"),
-    ("fp16", "auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale", _OFF),
-    ("fp16", "fused_mode fp16_master_weights_and_grads", _OFF),
-    ("bf16", "immediate_grad_update", "gradients are kept in the dtype of the weights until the step"),
+    ("fp16", "fused_mode", "there is one implementation"),
+    ("bf16", "immediate_grad_update", "gradients are in place as soon as they are computed"),
     ("torch_autocast", "dtype lower_precision_safe_modules", _OFF),
     ("activation_checkpointing", "profile synchronize_checkpoint_boundary", "it only measures"),
-    ("checkpoint", "tag_validation", "one rank agrees with itself"),
+    ("activation_checkpointing", "partition_activations", "it splits them among ranks that cut a model within a layer; there are none"),
+    ("activation_checkpointing", "contiguous_memory_optimization", "host memory is one arena, which does not fragment"),
+    ("checkpoint", "tag_validation", _NO_CHECKPOINTS),
     ("aio", "single_submit overlap_events intra_op_parallelism thread_count", "aio.queue_depth is the number of threads that do the I/O"),
-    ("zero_optimization", "contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce overlap_comm", _ONE_RANK),
-    ("zero_optimization", "allgather_partitions allgather_bucket_size stage3_allgather_sequential round_robin_gradients", _ONE_RANK),
-    ("zero_optimization", "stage3_use_all_reduce_for_fetch_params zero_hpz_partition_size", _ONE_RANK),
+    ("zero_optimization", "contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce", _REDUCTION),
+    ("zero_optimization", "overlap_comm round_robin_gradients", _REDUCTION),
+    ("zero_optimization", "allgather_partitions allgather_bucket_size stage3_allgather_sequential", _GATHER),
+    ("zero_optimization", "stage3_use_all_reduce_for_fetch_params zero_hpz_partition_size", _GATHER),
+    ("zero_optimization", "compute_grad_norm", "the norm is computed when gradient_clipping needs it"),
     ("zero_optimization", "sub_group_size stage3_prefetch_bucket_size stage3_max_live_parameters stage3_max_reuse_distance", _BUDGET),
     ("zero_optimization", "stage3_param_persistence_threshold stage3_model_persistence_threshold", _BUDGET),
     ("zero_optimization", "stage3_module_granularity_threshold leaf_module", "swapio.units says what moves as one"),
@@ -101,49 +110,34 @@ _NO_EFFECT = (
     ("zero_optimization.offload_optimizer", "fast_init cpuadam_cores_perc", "PyTorch's threads do the step"),
     ("zero_optimization.offload_optimizer", "pin_memory", "host memory is pinned where there is an accelerator"),
 )
-"""Section, keys, why they cannot change a result."""
+"""Section, keys, why they cannot change a result beyond rounding, with any number of ranks."""
 
 _NOT_YET: dict[str, tuple[tuple[Any, ...], str]] = {
-    "gradient_clipping": ((0,), "off unless asked for; DeepSpeed: 1.0"),
-    "fp16.enabled": ((False,), "use bf16"),
-    "scheduler": (({"type": None},), "give lr_scheduler to swapio.initialize"),
-    "torch_autocast.enabled": ((False,), "use bf16"),
-    "managed_gradient_accumulation": ((True,), "without accumulation there is nothing to manage"),
-    "dataloader_drop_last": ((False,), "make the DataLoader yourself"),
-    "tensorboard": (_SWITCH, "log engine.stats()"),
-    "wandb": (_SWITCH, "log engine.stats()"),
-    "comet": (_SWITCH, "log engine.stats()"),
-    "csv_monitor": (_SWITCH, "log engine.stats()"),
-    "trackio": (_SWITCH, "log engine.stats()"),
-    "flops_profiler": (_SWITCH, "use torch.profiler"),
-    "compile": (({"deepcompile": False},), "leave it out"),
-    "data_types.grad_accum_dtype": ((), "gradients have the dtype of the weights"),
-    "data_types.param_dtype": ((), "use bf16"),
-    "data_types.buffer_dtype": ((), "buffers have the dtype of the weights"),
-    "data_types.keep_in_fp32_modules": ((), "use bf16, which holds for all modules"),
-    "activation_checkpointing.partition_activations": ((False,), "use torch.utils.checkpoint"),
-    "activation_checkpointing.contiguous_memory_optimization": ((False,), "use torch.utils.checkpoint"),
-    "activation_checkpointing.cpu_checkpointing": ((False,), "use torch.utils.checkpoint"),
-    "activation_checkpointing.number_checkpoints": ((), "use torch.utils.checkpoint"),
-    "checkpoint.load_universal": ((False,), "checkpoints are not there yet"),
-    "checkpoint.use_node_local_storage": ((False,), "checkpoints are not there yet"),
-    "checkpoint.parallel_write": (({"pipeline_stage": False},), "checkpoints are not there yet"),
-    "checkpoint.checkpoint_serialization": ((True,), "checkpoints are not there yet"),
-    "checkpoint.writer": ((), "checkpoints are not there yet"),
-    "bf16.bf16_master_weights_and_grads": ((False,), "masters are fp32"),
+    "checkpoint.load_universal": ((False,), _NO_CHECKPOINTS),
+    "checkpoint.use_node_local_storage": ((False,), _NO_CHECKPOINTS),
+    "checkpoint.parallel_write": (({"pipeline_stage": False},), _NO_CHECKPOINTS),
+    "checkpoint.checkpoint_serialization": ((True,), _NO_CHECKPOINTS),
+    "checkpoint.writer": ((), _NO_CHECKPOINTS),
     "bf16.bf16_optimizer_states": ((False,), "optimizer states are fp32"),
-    "zero_optimization.compute_grad_norm": ((True,), "without clipping no norm is computed"),
-    "zero_optimization.zero_quantized_weights": ((False,), "leave it out"),
-    "zero_optimization.zero_quantized_nontrainable_weights": ((False,), "leave it out"),
-    "zero_optimization.zero_quantized_gradients": ((False,), "leave it out"),
-    "zero_optimization.offload_optimizer.ratio": ((1,), "swapio.host_memory decides how much stays in host memory"),
-    "swapio.tuned": ((), "write the section aio"),
     "swapio.optimizer_state_dtype": (("fp32",), "optimizer states are fp32"),
 }
 """Values that are taken so far, and what to use instead of others."""
 
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "amp": (_SWITCH, "Apex is not used: use bf16"),
+    "amp": (_SWITCH, "Apex is not used: use bf16 or fp16"),
+    "torch_autocast.enabled": ((False,), "it keeps a 16-bit copy of every weight: use bf16 or fp16"),
+    "managed_gradient_accumulation": ((True,), "leave gradient_accumulation_steps 1 and call step() where a batch ends: gradients add up"),
+    "gradient_allreduce_op": (("mean",), "gradients are averaged; for their sum multiply the loss by the number of ranks"),
+    "data_types.param_dtype": ((), "use bf16 or fp16"),
+    "data_types.buffer_dtype": ((), "buffers have the dtype of the weights"),
+    "data_types.keep_in_fp32_modules": ((), "bf16 and fp16 hold for all modules"),
+    "bf16.bf16_master_weights_and_grads": ((False,), "masters are fp32: 16-bit ones lose small updates"),
+    "fp16.fp16_master_weights_and_grads": ((False,), "masters are fp32: 16-bit ones lose small updates"),
+    "wandb": (_SWITCH, _SERVICE),
+    "comet": (_SWITCH, _SERVICE),
+    "trackio": (_SWITCH, _SERVICE),
+    "flops_profiler": (_SWITCH, "use torch.profiler or torch.utils.flop_counter"),
+    "compile": (({"deepcompile": False},), "its passes move the tensors that the engine moves"),
     "sparse_gradients": ((False,), "gradients are dense"),
     "graph_harvesting": ((False,), "steps are not captured in CUDA graphs"),
     "sparse_attention": ((), "attention is the model's: use torch.nn.attention"),
@@ -165,6 +159,10 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "optimizer.params.bias_correction": ((True,), "the bias is always corrected"),
     "optimizer.params.max_grad_norm": ((0,), "use the top-level gradient_clipping"),
     "zero_optimization.zenflow": ((), "its updates lag behind; here every step is exact"),
+    "zero_optimization.zero_quantized_weights": ((False,), _EXACT),
+    "zero_optimization.zero_quantized_nontrainable_weights": ((False,), _EXACT),
+    "zero_optimization.zero_quantized_gradients": ((False,), _EXACT),
+    "zero_optimization.offload_optimizer.ratio": ((1,), "swapio.host_memory decides how much stays in host memory"),
     "zero_optimization.offload_optimizer.super_offload": ((False,), "swapio.host_memory decides what stays where"),
     "zero_optimization.mics_shard_size": ((-1,), "DeepSpeed has removed it"),
     "zero_optimization.mics_hierarchical_params_gather": ((False,), "DeepSpeed has removed it"),
@@ -190,12 +188,19 @@ DEPRECATED: dict[str, tuple[str, dict[bool, Any] | None]] = {
 """Old spelling -> the new one, and how its values translate (None: as they are)."""
 
 
+_PARAMS: dict[str, tuple[type[BaseModel], ...]] = {
+    "optimizer.params": (SgdParams, AdamParams),
+    "scheduler.params": tuple(model for _, model in reversed(SCHEDULERS.values())),
+}
+"""What depends on a type; of two with one name the last is the row of the table."""
+
+
 def _schema_keys(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
         parts = [t for t in (field.annotation, *get_args(field.annotation)) if isinstance(t, type) and issubclass(t, BaseModel)]
-        if key == "optimizer.params":  # depends on the type
-            yield from {k.key: k for params in (SgdParams, AdamParams) for k in _schema_keys(params, f"{key}.")}.values()
+        if key in _PARAMS:
+            yield from {k.key: k for params in _PARAMS[key] for k in _schema_keys(params, f"{key}.")}.values()
         elif parts:
             yield from _schema_keys(parts[0], f"{key}.")
         else:
@@ -203,8 +208,7 @@ def _schema_keys(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
 
 
 def _rows() -> Iterator[Key]:
-    unbuilt = {**_NOT_YET, **_REFUSED}
-    yield from (key for key in _schema_keys(SwapioConfig) if key.key not in unbuilt)
+    yield from _schema_keys(SwapioConfig)
     for section, names, why in _NO_EFFECT:
         yield from (Key(f"{section}.{name}".lstrip("."), Kind.NO_EFFECT, why) for name in names.split())
     yield from (Key(key, Kind.NOT_YET, note, off=off) for key, (off, note) in _NOT_YET.items())
@@ -217,12 +221,3 @@ KEYS = types.MappingProxyType({row.key: row for row in ROWS})
 """The table, by dotted key."""
 
 SECTIONS = frozenset(key.rpartition(".")[0] for key in KEYS) | {"zero_optimization", ""}
-
-
-def config_table() -> list[tuple[str, str, str, str]]:
-    """The table for the docs: key, what becomes of it, default or the values that are taken (as JSON), note; by section."""
-
-    def values(row: Key) -> str:
-        return ", ".join(map(json.dumps, row.off)) if row.off else json.dumps(row.default) if row.kind is Kind.HONOURED else ""
-
-    return [(row.key, str(row.kind), values(row), row.note) for row in sorted(ROWS, key=lambda row: row.key.rpartition(".")[0])]

@@ -15,11 +15,19 @@ import pydantic
 from ..errors import ConfigError
 from ._batch import BATCH_KEYS, batch_sources, batch_triple
 from ._keys import DEPRECATED, KEYS, SECTIONS, Kind, is_off
-from ._schema import OPTIMIZERS, SwapioConfig
+from ._params import OPTIMIZERS, SCHEDULERS
+from ._pending import PENDING, PENDING_SILENT, refuse_pending
+from ._schema import SwapioConfig
 
-__all__ = ["load_config"]
+__all__ = ["load_config", "scheduler_params"]
 
 Model = TypeVar("Model", bound=pydantic.BaseModel)
+
+_TUNED = ("aio.block_size", "aio.queue_depth", "swapio.backend")
+"""What a file of `swapio tune` may set."""
+
+_MEANT = {"learning_rate": "lr", "wd": "weight_decay"}
+"""Names from elsewhere that no likeness leads to."""
 
 
 def load_config(
@@ -31,7 +39,7 @@ def load_config(
 
     Args:
         config: a dict, or the path of a JSON file.
-        world_size: number of ranks; more than 1 is not supported yet.
+        world_size: number of ranks.
         world_size_source: where that number was read, for messages.
 
     Raises:
@@ -42,18 +50,36 @@ def load_config(
     loading.translate()
     loading.walk(loading.given, loading.clean, "")
     loading.batch(world_size, world_size_source)
+    loading.tuned()
     loading.optimizer()
+    loading.scheduler()
     loaded = _validate(SwapioConfig, loading.clean, "")
-    for name in ("offload_param", "offload_optimizer"):
-        section = getattr(loaded.zero_optimization, name)
-        if section.device != "nvme" and section.paths:
-            loading.ignored[f"zero_optimization.{name}.nvme_path"] = (section.paths, f'the device is "{section.device}"')
+    loaded._world = (world_size, world_size_source)
+    loading.without_effect(loaded)
+    if loaded.fp16.enabled and loaded.bf16.enabled:
+        raise ConfigError("fp16.enabled: bf16.enabled is true too; weights have one dtype, leave one out", key="fp16.enabled", value=True)
+    refuse_pending(loaded, PENDING)
     if "gradient_clipping" not in loading.sources:
         loading.notes.append("gradient_clipping is off, since it was not asked for (DeepSpeed's default is 1.0)")
     loaded._ignored.update(loading.ignored)
     loaded._notes.extend(loading.notes)
     loaded._sources.update({key: loading.sources.get(key, "default") for key in _leaves(loaded.resolved())})
     return loaded
+
+
+def scheduler_params(named: Any, params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The section `scheduler` checked and completed: its type as DeepSpeed spells it, and all its `params`.
+
+    Raises:
+        ConfigError: an unknown type or key, or a value that cannot work.
+    """
+    if not isinstance(named, str) or named.lower() not in SCHEDULERS:
+        known = ", ".join(f'"{name}"' for name, _ in SCHEDULERS.values())
+        near = difflib.get_close_matches(str(named).lower(), SCHEDULERS, n=1)
+        hint = f'did you mean "{SCHEDULERS[near[0]][0]}"? ' if near else ""
+        raise ConfigError(f"scheduler.type: {named!r} is none; {hint}It is one of {known}", key="scheduler.type", value=named)
+    name, model = SCHEDULERS[named.lower()]
+    return name, _validate(model, {k: v for k, v in params.items() if not _absent(v)}, "scheduler.params.").model_dump()
 
 
 class _Loading:
@@ -74,7 +100,7 @@ class _Loading:
             if name not in section:
                 continue
             value = section.pop(name)
-            if value is None or (isinstance(value, str) and value == "auto"):
+            if _absent(value):
                 continue
             if values is not None:
                 if not isinstance(value, bool):
@@ -106,7 +132,7 @@ class _Loading:
             row = KEYS.get(key)
             if row is None and key not in SECTIONS:
                 raise ConfigError(f"{key}: unknown key; did you mean {_nearest(key)!r}?", key=key, value=value)
-            if value is None or (isinstance(value, str) and value == "auto"):
+            if _absent(value):
                 continue
             if row is None:
                 if not isinstance(value, dict):
@@ -137,10 +163,56 @@ class _Loading:
         total, micro, steps = batch_triple(*given, world_size=world_size, world_size_source=source)
         self.clean.update(zip(BATCH_KEYS, (total, micro, steps), strict=True))
         self.sources.update(zip(BATCH_KEYS, batch_sources(*given), strict=True))
-        shown = f"train_batch_size {total} = micro batch {micro} x accumulation {steps} x world size {world_size} ({source})"
-        for key, value in (("gradient_accumulation_steps", steps), ("world_size", world_size)):
-            if value > 1:
-                raise ConfigError(f"{key}: {value} is not supported yet, use 1; here {shown}", key=key, value=value)
+
+    def tuned(self) -> None:
+        """Fill in from the file of `swapio tune` what is not given."""
+        path = self.clean.get("swapio", {}).get("tuned")
+        if not isinstance(path, str | os.PathLike):
+            return  # the schema says what is wrong with it
+        found = _read_json(Path(path), key="swapio.tuned").get("swapio_config")
+        try:
+            if not isinstance(found, dict):
+                raise ConfigError("no object `swapio_config`; write the file with `swapio tune`")
+            for section, values in found.items():
+                for name, value in values.items() if isinstance(values, dict) else [("", values)]:
+                    key = f"{section}.{name}".rstrip(".")
+                    if key not in _TUNED:
+                        raise ConfigError(f"it sets {key!r}, which is not tuned; it may set {', '.join(_TUNED)}")
+                    if key not in self.sources:
+                        self.clean.setdefault(section, {})[name] = value
+                        self.sources[key] = f"tuned {path}"
+            _validate(SwapioConfig, found, "")
+        except ConfigError as error:
+            raise ConfigError(f"swapio.tuned: {path}: {error}", key="swapio.tuned", value=str(path)) from error
+
+    def scheduler(self) -> None:
+        """Check `scheduler.params` against the type, and complete them."""
+        section = self.clean.pop("scheduler", None)
+        if not section:  # all null is how it is written to be off
+            return
+        kind, params = scheduler_params(section.get("type", ""), section.get("params", {}))
+        rate = (self.clean.get("optimizer") or {"params": {}})["params"].get("lr")
+        if kind == "WarmupDecayLR" and "scheduler.params.warmup_max_lr" not in self.sources and rate not in (None, params["warmup_max_lr"]):
+            self.notes.append(
+                f"scheduler.params.warmup_max_lr of {kind} is {params['warmup_max_lr']} when not given, as in DeepSpeed, "
+                f"not optimizer.params.lr {rate}"
+            )
+        self.clean["scheduler"] = {"type": kind, "params": params}
+
+    def without_effect(self, loaded: SwapioConfig) -> None:
+        """List what was given of sections that are off."""
+        for name in ("offload_param", "offload_optimizer"):
+            section = getattr(loaded.zero_optimization, name)
+            if section.device != "nvme" and section.paths:
+                self.ignored[f"zero_optimization.{name}.nvme_path"] = (section.paths, f'the device is "{section.device}"')
+        for name in ("fp16", "csv_monitor", "tensorboard"):
+            if not getattr(loaded, name).enabled:
+                for key, value in self.clean.get(name, {}).items():
+                    if key != "enabled":
+                        self.ignored[f"{name}.{key}"] = (value, f"{name}.enabled is false")
+        for key, why in PENDING_SILENT.items():
+            if key in self.sources:
+                self.ignored[key] = (self.clean[key], why)
 
     def optimizer(self) -> None:
         """Check `optimizer.params` against the type, and complete them."""
@@ -170,18 +242,21 @@ def _read(config: Any) -> dict[str, Any]:
         return _plain(config, "")
     if not isinstance(config, str | os.PathLike):
         raise ConfigError(f"config: {type(config).__name__} is neither a dict nor the path of a JSON file", key="config", value=config)
-    path = Path(config)
+    return _read_json(Path(config), key="config")
+
+
+def _read_json(path: Path, *, key: str) -> dict[str, Any]:
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_twins)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config: {path} cannot be read: {error}", key="config", value=str(path)) from error
+        raise ConfigError(f"{key}: {path} cannot be read: {error}", key=key, value=str(path)) from error
     except json.JSONDecodeError as error:
         where = f"{path}, line {error.lineno}, column {error.colno}"
-        raise ConfigError(f"config: {where}: {error.msg}", key="config", value=str(path)) from error
+        raise ConfigError(f"{key}: {where}: {error.msg}", key=key, value=str(path)) from error
     except _TwinError as error:
-        raise ConfigError(f"config: {path} has the key {error.args[0]!r} twice in one section", key=error.args[0]) from None
+        raise ConfigError(f"{key}: {path} has the key {error.args[0]!r} twice in one section", key=key, value=str(path)) from None
     if not isinstance(loaded, dict):
-        raise ConfigError(f"config: {path} holds a {type(loaded).__name__}, not an object", key="config", value=str(path))
+        raise ConfigError(f"{key}: {path} holds a {type(loaded).__name__}, not an object", key=key, value=str(path))
     return _plain(loaded, "")
 
 
@@ -196,6 +271,10 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise _TwinError(key)
         tree[key] = value
     return tree
+
+
+def _absent(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value == "auto")
 
 
 def _plain(section: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
@@ -219,7 +298,10 @@ def _validate(model: type[Model], values: dict[str, Any], prefix: str) -> Model:
     if isinstance(cause, ConfigError):
         raise cause
     if first["type"] == "extra_forbidden":
-        raise ConfigError(f"{key}: not a setting of this optimizer.type; it has {', '.join(model.model_fields)}", key=key, value=value)
+        owner = f"{prefix.partition('.')[0]}.type"
+        raise ConfigError(f"{key}: not a setting of this {owner}; it has {', '.join(model.model_fields)}", key=key, value=value)
+    if first["type"] == "missing" and key.endswith(f".{first['loc'][-1]}"):
+        raise ConfigError(f"{key}: missing, and it has no default; write a value", key=key)
     message = first["msg"].removeprefix("Value error, ")
     raise ConfigError(f"{key}: {message[0].lower() + message[1:]} (got {value!r})", key=key, value=value)
 
@@ -227,6 +309,7 @@ def _validate(model: type[Model], values: dict[str, Any], prefix: str) -> Model:
 def _nearest(key: str) -> str:
     """The known key that was most likely meant: of the same section, else of the same name elsewhere, else the least unlike."""
     section, _, name = key.rpartition(".")
+    name = _MEANT.get(name, name)
     known = [*KEYS, *(s for s in SECTIONS if s)]
     beside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
     anywhere = {k.rpartition(".")[2]: k for k in reversed(known)}

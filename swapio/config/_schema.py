@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import math
 import os
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
+from ..errors import ConfigError
 from ..spec import parse_nbytes
+from ._params import Section
 
 __all__ = [
-    "OPTIMIZERS",
-    "AdamParams",
+    "ActivationCheckpointingConfig",
     "AioConfig",
     "Bf16Config",
+    "DataTypesConfig",
     "Fp16Config",
+    "MonitorConfig",
     "OffloadConfig",
     "OptimizerConfig",
     "OwnConfig",
-    "SgdParams",
+    "SchedulerConfig",
     "SwapioConfig",
     "ZeroConfig",
 ]
@@ -32,8 +38,8 @@ def _strings(value: Any) -> Any:
     return tuple(os.fspath(v) if isinstance(v, os.PathLike) else v for v in value) if isinstance(value, list | tuple) else value
 
 
-def _pair(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _path(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _later(*values: str) -> BeforeValidator:
@@ -47,52 +53,23 @@ def _later(*values: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _interval(value: Any) -> Any:
+    """Whole numbers written as 1e5 are common here, and infinity for never."""
+    if isinstance(value, float):
+        return None if value == math.inf else int(value) if value.is_integer() else value
+    return value
+
+
 def _size(key: str) -> BeforeValidator:
     check: Callable[[Any], Any] = lambda value: value if value in ("auto", None) else parse_nbytes(value, key=key)  # noqa: E731
     return BeforeValidator(check)
 
 
 Strings = Annotated[tuple[str, ...], BeforeValidator(_strings)]
-Rate = Annotated[float, Field(ge=0)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
+Interval = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_interval)]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class AdamParams(_Section):
-    """`optimizer.params` of AdamW and Adam."""
-
-    lr: Rate = Field(default=1e-3, description="learning rate")
-    betas: Annotated[tuple[Beta, Beta], BeforeValidator(_pair)] = Field(default=(0.9, 0.999), description="decay of the two moments")
-    eps: Rate = Field(default=1e-8, description="added to the denominator")
-    weight_decay: Rate = Field(default=0.0, description="as in DeepSpeed 0 when not given, for AdamW too (PyTorch: 0.01)")
-    amsgrad: bool = Field(default=False, description="keep the largest second moment")
-    maximize: bool = Field(default=False, description="ascend")
-    adam_w_mode: bool = Field(default=True, description='type "Adam": true, as in DeepSpeed, makes it AdamW')
-
-
-class SgdParams(_Section):
-    """`optimizer.params` of SGD."""
-
-    lr: Rate = Field(default=1e-3, description="learning rate")
-    momentum: Rate = Field(default=0.0, description="0 keeps no state")
-    dampening: float = Field(default=0.0, description="of the momentum")
-    weight_decay: Rate = Field(default=0.0, description="added to the gradient")
-    nesterov: bool = Field(default=False, description="Nesterov's momentum")
-    maximize: bool = Field(default=False, description="ascend")
-
-
-OPTIMIZERS: dict[str, tuple[str, type[AdamParams] | type[SgdParams]]] = {
-    "adamw": ("AdamW", AdamParams),
-    "adam": ("Adam", AdamParams),
-    "sgd": ("SGD", SgdParams),
-}
-"""By type in lower case: the resolved type, and what `params` may hold."""
-
-
-class OptimizerConfig(_Section):
+class OptimizerConfig(Section):
     """`optimizer`.
 
     As in DeepSpeed, `"Adam"` means AdamW (decoupled weight decay) unless `params.adam_w_mode` is false; here the type
@@ -103,19 +80,43 @@ class OptimizerConfig(_Section):
     params: dict[str, Any] = Field(default_factory=dict)
 
 
-class Fp16Config(_Section):
+class SchedulerConfig(Section):
+    """`scheduler`. The type is spelt as in DeepSpeed after loading, and `params` is complete."""
+
+    type: str = Field(description='"WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"; in any case')
+    params: dict[str, Any] = Field(default_factory=dict)
+
+
+class Fp16Config(Section):
     """`fp16`."""
 
-    enabled: bool = Field(default=False, description="weights and gradients in float16")
+    enabled: bool = Field(default=False, description="weights and gradients in float16, with fp32 masters and a scaled loss")
+    auto_cast: bool = Field(default=False, description="cast floating inputs of the model to float16")
+    loss_scale: float = Field(default=0.0, ge=0, description="fixed factor of the loss; 0: dynamic")
+    initial_scale_power: int = Field(default=16, ge=0, le=127, description="the dynamic scale starts at 2 to this power")
+    loss_scale_window: int = Field(default=1000, ge=1, description="steps without overflow after which the next doubles the scale")
+    hysteresis: int = Field(default=2, ge=1, description="the scale is halved from this overflow on; those before only count")
+    consecutive_hysteresis: bool = Field(default=False, description="a step without overflow starts that count anew")
+    min_loss_scale: float = Field(default=1.0, gt=0, description="an overflow at this scale is an error")
+
+    @model_validator(mode="after")
+    def _starts_above_the_minimum(self) -> Fp16Config:
+        if self.loss_scale == 0 and 2.0**self.initial_scale_power < self.min_loss_scale:
+            raise ConfigError(
+                f"fp16.min_loss_scale: {self.min_loss_scale} is above the scale at the start, 2**{self.initial_scale_power} = "
+                f"{2**self.initial_scale_power}; raise fp16.initial_scale_power or use 1",
+                key="fp16.min_loss_scale", value=self.min_loss_scale,
+            )  # fmt: skip
+        return self
 
 
-class Bf16Config(_Section):
+class Bf16Config(Section):
     """`bf16`."""
 
     enabled: bool = Field(default=False, description="weights and gradients in bfloat16, with exact fp32 masters")
 
 
-class OffloadConfig(_Section):
+class OffloadConfig(Section):
     """`zero_optimization.offload_param` and `.offload_optimizer`: where they rest."""
 
     device: Literal["none", "cpu", "nvme"] = Field(
@@ -138,7 +139,7 @@ class OffloadConfig(_Section):
         return value
 
 
-class ZeroConfig(_Section):
+class ZeroConfig(Section):
     """`zero_optimization`: what is partitioned (stage) and where it rests (the two sections) are independent."""
 
     stage: int = Field(default=0, ge=0, le=3, description="what ranks partition; on one rank all are the same")
@@ -146,14 +147,37 @@ class ZeroConfig(_Section):
     offload_optimizer: OffloadConfig = OffloadConfig()
 
 
-class AioConfig(_Section):
+class ActivationCheckpointingConfig(Section):
+    """`activation_checkpointing`."""
+
+    cpu_checkpointing: bool = Field(default=False, description="what a checkpoint keeps rests in host memory")
+    number_checkpoints: int | None = Field(default=None, ge=1, description="checkpoints in one forward; null: as they come")
+
+
+class DataTypesConfig(Section):
+    """`data_types`."""
+
+    grad_accum_dtype: Literal["fp32"] | None = Field(
+        default=None, description="gradients are summed in fp32 over micro-batches and ranks; null: the same"
+    )
+
+
+class MonitorConfig(Section):
+    """`csv_monitor` and `tensorboard`."""
+
+    enabled: bool = Field(default=False, description="write loss, learning rate and loss scale at each step, on rank 0")
+    output_path: Annotated[str, BeforeValidator(_path)] = Field(default="", description='a folder; "": where the program was started')
+    job_name: str = Field(default="DeepSpeedJobName", min_length=1, description="folder inside output_path")
+
+
+class AioConfig(Section):
     """`aio`."""
 
     block_size: int = Field(default=4 << 20, ge=4096, multiple_of=4096, description="bytes of one read or write (DeepSpeed: 1048576)")
     queue_depth: int = Field(default=4, ge=1, le=256, description="reads and writes in flight, one thread each (DeepSpeed: 8)")
 
 
-class OwnConfig(_Section):
+class OwnConfig(Section):
     """`swapio`: what DeepSpeed has no word for."""
 
     host_memory: Annotated[int | Literal["auto"], _size("swapio.host_memory")] = Field(
@@ -167,32 +191,50 @@ class OwnConfig(_Section):
     timeout_s: float = Field(default=300.0, gt=0, description="seconds before a wait becomes an error")
     backend: Literal["auto", "direct", "mmap", "aiofiles", "memory"] = Field(default="auto", description="how files are used")
     checksums: bool = Field(default=False, description="check what is read back from a drive")
+    tuned: Annotated[str | None, BeforeValidator(_path)] = Field(
+        default=None,
+        min_length=1,
+        description="file written by `swapio tune`: values for what is not given of the section aio and of backend",
+    )
     optimizer_step: Annotated[Literal["auto", "at_step"], _later("in_forward", "in_backward")] = Field(
         default="auto", description="when the optimizer runs; auto is at_step"
     )
 
 
-class SwapioConfig(_Section):
+class SwapioConfig(Section):
     """The whole config, complete and checked; made by `load_config`."""
 
     train_batch_size: int = Field(default=1, ge=1, description="samples per step = micro batch x accumulation x world size")
     train_micro_batch_size_per_gpu: int = Field(default=1, ge=1, description="samples per forward; inferred from the other two")
-    gradient_accumulation_steps: int = Field(default=1, ge=1, description="inferred from the other two; more than 1 is not supported yet")
+    gradient_accumulation_steps: int = Field(default=1, ge=1, description="micro-batches per step; inferred from the other two")
     optimizer: OptimizerConfig | None = None
-    scheduler: dict[str, Any] | None = Field(default=None, description="give lr_scheduler to swapio.initialize")
-    gradient_clipping: float = Field(default=0.0, ge=0, description="off unless asked for (DeepSpeed: 1.0)")
+    scheduler: SchedulerConfig | None = None
+    gradient_clipping: float = Field(default=0.0, ge=0, description="largest norm of all gradients; 0, the default: off (DeepSpeed: 1.0)")
+    steps_per_print: Interval = Field(default=None, description="log loss and learning rate every so many steps; null: never")
+    dataloader_drop_last: bool = Field(default=False, description="of training_data, drop a last batch that is not full")
     fp16: Fp16Config = Fp16Config()
     bf16: Bf16Config = Bf16Config()
+    data_types: DataTypesConfig = DataTypesConfig()
     zero_optimization: ZeroConfig = ZeroConfig()
+    activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
     aio: AioConfig = AioConfig()
+    csv_monitor: MonitorConfig = MonitorConfig()
+    tensorboard: MonitorConfig = MonitorConfig()
     swapio: OwnConfig = OwnConfig()
+    _world: tuple[int, str] = PrivateAttr(default=(1, "one process"))
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
     _ignored: dict[str, tuple[Any, str]] = PrivateAttr(default_factory=dict)
     _notes: list[str] = PrivateAttr(default_factory=list)
 
     @property
+    def world_size(self) -> int:
+        """Number of ranks that the batch sizes are for."""
+        return self._world[0]
+
+    @property
     def sources(self) -> dict[str, str]:
-        """Where the value of each dotted key came from: `given`, `default`, `inferred from ...`, `deprecated spelling ...`."""
+        """Where the value of each dotted key came from: `given`, `default`, `inferred from ...`,
+        `deprecated spelling ...`, `tuned FILE`."""
         return dict(self._sources)
 
     @property
@@ -204,6 +246,18 @@ class SwapioConfig(_Section):
     def notes(self) -> tuple[str, ...]:
         """What differs from what a reader of the config may expect, one sentence each; worth a line in the log."""
         return tuple(self._notes)
+
+    def describe(self) -> str:
+        """All values in force with where each came from, and what was given without effect, one aligned line each, for people."""
+        resolved, lines = self.resolved(), []
+        for key, source in self._sources.items():
+            value: Any = functools.reduce(lambda tree, name: tree[name], key.split("."), resolved)
+            lines.append(
+                (key, json.dumps(value, default=str), source + (f"; no effect: {self._ignored[key][1]}" if key in self._ignored else ""))
+            )
+        lines.insert(0, ("world size", str(self._world[0]), self._world[1]))
+        widths = [min(max(len(line[i]) for line in lines), limit) for i, limit in enumerate((80, 24))]
+        return "\n".join(f"{key:{widths[0]}} = {value:{widths[1]}}  ({source})" for key, value, source in lines)
 
     def resolved(self) -> dict[str, Any]:
         """Every value in force, and those given without effect, in the config's own format; `load_config` takes it again."""

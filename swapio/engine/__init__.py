@@ -1,6 +1,22 @@
-"""`initialize` and the engine it returns."""
+"""`initialize`, the engine it returns, and what the config can name."""
 
+from ._arguments import add_config_arguments
 from ._engine import Engine
 from ._initialize import initialize
+from ._monitor import Monitor
+from ._scaler import LossScaler
+from ._schedulers import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR, scheduler_from_config
 
-__all__ = ["Engine", "initialize"]
+__all__ = [
+    "Engine",
+    "LRRangeTest",
+    "LossScaler",
+    "Monitor",
+    "OneCycle",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+    "add_config_arguments",
+    "initialize",
+    "scheduler_from_config",
+]

@@ -49,9 +49,19 @@ def test_a_contradiction_shows_the_product() -> None:
         batch_triple(7, 2, None)
 
 
-def test_more_than_one_rank_is_not_supported_yet() -> None:
-    with pytest.raises(ConfigError, match=r"^world_size: 4 is .* micro batch 2 x accumulation 1 x world size 4 \(WORLD_SIZE\)"):
-        load_config({"train_batch_size": 8}, world_size=4, world_size_source="WORLD_SIZE")
+def test_several_ranks_share_the_batch() -> None:
+    loaded = load_config({"train_batch_size": 24, "gradient_accumulation_steps": 3}, world_size=4, world_size_source="WORLD_SIZE")
+    assert (loaded.train_micro_batch_size_per_gpu, loaded.world_size) == (2, 4)
+    with pytest.raises(
+        ConfigError, match=r"train_batch_size=8 \(given\).*_gpu=1 \(given\).*steps=2 \(given\), world size 3 \(torchrun\): 1 x 2 x 3"
+    ):
+        load_config(
+            {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2},
+            world_size=3,
+            world_size_source="torchrun",
+        )
+    with pytest.raises(ConfigError, match=r"world_size: 0 \(WORLD_SIZE\) is no number of ranks"):
+        load_config({}, world_size=0, world_size_source="WORLD_SIZE")
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from swapio.config import KEYS, Key, Kind, config_table, load_config
+from swapio.config import KEYS, Key, Kind, config_markdown, config_table, load_config
 from swapio.config._keys import DEPRECATED, ROWS, SECTIONS
+from swapio.config._params import SCHEDULERS
 from swapio.errors import ConfigError
 
 
@@ -17,6 +19,16 @@ def nested(key: str, value: Any) -> dict[str, Any]:
     if key.startswith("optimizer."):
         sgd = key.endswith(("momentum", "nesterov", "dampening"))
         value["optimizer"].setdefault("type", "SGD" if sgd else "AdamW")
+    if key.startswith("scheduler.params."):
+        name = key.rpartition(".")[2]
+        kind, model = next(((kind, model) for kind, model in SCHEDULERS.values() if name in model.model_fields), SCHEDULERS["warmuplr"])
+        value["scheduler"]["type"] = kind
+        for needed, field in model.model_fields.items():
+            if field.is_required():
+                value["scheduler"]["params"].setdefault(needed, 1)
+    section = value.get(key.partition(".")[0])
+    if key.startswith(("fp16.", "csv_monitor.", "tensorboard.")):
+        section.setdefault("enabled", True)
     return dict(value)
 
 
@@ -34,7 +46,14 @@ def test_the_table_has_every_key_once() -> None:
     table = config_table()
     assert Counter(row[0] for row in table) == Counter(list(KEYS))
     assert ("swapio.timeout_s", "honoured", "300.0", "seconds before a wait becomes an error") in table
-    assert ("gradient_clipping", "not supported yet", "0", KEYS["gradient_clipping"].note) in table
+    assert ("wandb", "refused", '{"enabled": false}', KEYS["wandb"].note) in table
+
+
+def test_the_page_is_what_the_table_says() -> None:
+    page = Path(__file__).parents[2] / "docs" / "config.md"
+    assert page.read_text(encoding="utf-8") == config_markdown()
+    assert "\n## fp16\n" in config_markdown()
+    assert "\n| `timeout_s` | honoured | `300.0` | seconds before a wait becomes an error |\n" in config_markdown()
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.default is not None], ids=lambda row: row.key)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def test_a_tutorials_config_loads() -> None:
     assert given == kept
     assert loaded.train_micro_batch_size_per_gpu == 8
     assert loaded.zero_optimization.offload_optimizer.paths == ["/local_nvme"]
-    assert "communicate" in loaded.accepted_without_effect["zero_optimization.overlap_comm"]
+    assert "fp32, in the order of the ranks" in loaded.accepted_without_effect["zero_optimization.overlap_comm"]
     assert loaded.sources["train_batch_size"] == loaded.sources["zero_optimization.overlap_comm"] == "given"
     assert loaded.sources["train_micro_batch_size_per_gpu"] == "inferred from train_batch_size and the world size"
     assert loaded.resolved()["zero_optimization"]["offload_param"] == {"device": "cpu", "nvme_path": [], "pin_memory": True}
@@ -107,8 +108,10 @@ DEEPSPEED_DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_deepspeeds_defaults_written_out_load_except_its_clipping() -> None:
-    loaded = load_config(DEEPSPEED_DEFAULTS)
+def test_deepspeeds_defaults_written_out_load() -> None:
+    loaded = load_config(DEEPSPEED_DEFAULTS | {"gradient_clipping": 1.0})
+    assert loaded.gradient_clipping == 1.0
+    assert loaded.scheduler is None
     resolved = loaded.resolved()
     assert resolved["fp16"]["loss_scale_window"] == 1000
     assert resolved["aio"]["overlap_events"] is True
@@ -116,8 +119,6 @@ def test_deepspeeds_defaults_written_out_load_except_its_clipping() -> None:
     assert loaded.sources["aio.overlap_events"] == "given"
     assert json.loads(json.dumps(resolved)) == resolved
     assert load_config(resolved).resolved() == resolved
-    with pytest.raises(ConfigError, match=r"gradient_clipping: 1.0 is not supported yet"):
-        load_config(DEEPSPEED_DEFAULTS | {"gradient_clipping": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -164,11 +165,30 @@ def test_deepspeeds_defaults_written_out_load_except_its_clipping() -> None:
         ({"swapio": {"optimizer_step": "in_backward"}}, "swapio.optimizer_step", "not supported yet"),
         ({"swapio": {"units": 3}}, "swapio.units", "3"),
         ({"swapio": {"units": [3]}}, "swapio.units", "3"),
-        ({"gradient_clipping": -1.0}, "gradient_clipping", "not supported yet"),
+        ({"gradient_clipping": -1.0}, "gradient_clipping", "-1.0"),
+        ({"gradient_clipping": True}, "gradient_clipping", "True"),
+        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op", 'multiply the loss by the number of ranks.; .* use "mean"'),
+        ({"steps_per_print": 0}, "steps_per_print", "0"),
+        ({"steps_per_print": 2.5}, "steps_per_print", "2.5"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype", "'fp32' .got 'bf16'"),
+        ({"activation_checkpointing": {"number_checkpoints": 0}}, "activation_checkpointing.number_checkpoints", "0"),
+        ({"csv_monitor": {"enabled": True, "output_path": 3}}, "csv_monitor.output_path", "3"),
+        ({"csv_monitor": {"job": "x"}}, "csv_monitor.job", "'csv_monitor.job_name'"),
+        ({"tensorboard": True}, "tensorboard", '{"enabled": false}'),
+        ({"wandb": {"enabled": True}}, "wandb", "use csv_monitor or tensorboard"),
         ({"bf16": {"enabled": 1}}, "bf16.enabled", "1"),
-        ({"fp16": {"enabled": True}}, "fp16.enabled", "not supported yet .use bf16.; leave it out or use false"),
-        ({"scheduler": {"type": "WarmupLR"}}, "scheduler", "not supported yet"),
-        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps", r"train_batch_size 4 = micro batch 1 x accumulation 4 x world"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled", "bf16.enabled is true too"),
+        ({"fp16": {"enabled": True}, "bfloat16": {"enabled": True}}, "fp16.enabled", "bf16.enabled is true too"),
+        ({"fp16": {"loss_scale": -1}}, "fp16.loss_scale", "-1"),
+        ({"fp16": {"hysteresis": 0}}, "fp16.hysteresis", "0"),
+        ({"fp16": {"loss_scale_window": 0}}, "fp16.loss_scale_window", "0"),
+        ({"fp16": {"min_loss_scale": 0}}, "fp16.min_loss_scale", "0"),
+        (
+            {"fp16": {"initial_scale_power": 3, "min_loss_scale": 9}},
+            "fp16.min_loss_scale",
+            r"9.0 is above the scale at the start, 2..3 = 8",
+        ),
+        ({"fp16": {"fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads", "masters are fp32"),
         ({"aio": {"block_size": 1000}}, "aio.block_size", "4096"),
         ({"aio": {"use_gds": True}}, "aio.use_gds", "not supported .bytes pass"),
         ({"train_batch_size": "8"}, "train_batch_size", "whole number"),
@@ -187,9 +207,53 @@ def test_errors_name_the_key(config: dict[str, Any], key: str, says: str) -> Non
 
 def test_off_values_are_accepted_and_listed() -> None:
     loaded = load_config({"gradient_clipping": 0, "fp16": {"enabled": False, "loss_scale": 0}, "wandb": {"enabled": False, "project": "x"}})
-    assert set(loaded.accepted_without_effect) == {"gradient_clipping", "fp16.enabled", "fp16.loss_scale", "wandb"}
+    assert loaded.accepted_without_effect == {"fp16.loss_scale": "fp16.enabled is false", "wandb": "it is off"}
     assert loaded.notes == ()
-    assert loaded.sources["gradient_clipping"] == "given"
+    assert loaded.sources["gradient_clipping"] == loaded.sources["fp16.loss_scale"] == "given"
+
+
+@pytest.mark.parametrize(("given", "interval"), [(100, 100), (1e5, 100_000), (float("inf"), None), (None, None), ("auto", None)])
+def test_steps_per_print_is_written_in_many_ways(given: Any, interval: int | None) -> None:
+    assert load_config({"steps_per_print": given}).steps_per_print == interval
+    assert isinstance(load_config({"steps_per_print": given}).steps_per_print, int | None)
+
+
+def test_what_is_honoured_is_there() -> None:
+    given = {
+        "fp16": {"enabled": True, "loss_scale": 128, "auto_cast": True, "min_loss_scale": 0.25},
+        "csv_monitor": {"enabled": True, "output_path": Path("logs"), "job_name": "run"},
+        "activation_checkpointing": {"cpu_checkpointing": True, "number_checkpoints": 4, "partition_activations": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "dataloader_drop_last": True,
+    }
+    loaded = load_config(given)
+    assert (loaded.fp16.loss_scale, loaded.fp16.auto_cast, loaded.fp16.min_loss_scale, loaded.fp16.hysteresis) == (128.0, True, 0.25, 2)
+    assert (loaded.csv_monitor.output_path, loaded.csv_monitor.job_name, loaded.tensorboard.enabled) == ("logs", "run", False)
+    assert (loaded.activation_checkpointing.cpu_checkpointing, loaded.activation_checkpointing.number_checkpoints) == (True, 4)
+    assert (loaded.data_types.grad_accum_dtype, loaded.dataloader_drop_last) == ("fp32", True)
+    assert list(loaded.accepted_without_effect) == ["activation_checkpointing.partition_activations"]
+    assert load_config(loaded.resolved()).resolved() == loaded.resolved()
+
+
+def test_describe_has_every_value_and_its_source() -> None:
+    given = {
+        "train_batch_size": 8,
+        "bfloat16": {"enabled": True},
+        "dump_state": Path("x"),
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
+    }
+    loaded = load_config(given, world_size=2, world_size_source="WORLD_SIZE")
+    lines = loaded.describe().splitlines()
+    assert lines[0].split() == ["world", "size", "=", "2", "(WORLD_SIZE)"]
+    assert len(lines) == len(loaded.sources) + 1
+    assert len({line.index(" = ") for line in lines}) == 1
+    found = {line.split(" = ")[0].strip(): line.split(" = ")[1] for line in lines}
+    assert re.fullmatch(r"4 +\(inferred from train_batch_size and the world size\)", found["train_micro_batch_size_per_gpu"])
+    assert re.fullmatch(r"true +\(deprecated spelling bfloat16\)", found["bf16.enabled"])
+    assert re.fullmatch(r'"x" +\(given; no effect: engine.config.describe\(\) has it\)', found["dump_state"])
+    assert re.fullmatch(r"0\.5 +\(given\)", found["optimizer.params.lr"])
+    assert re.fullmatch(r'"auto" +\(default\)', found["swapio.host_memory"])
+    assert re.fullmatch(r"null +\(default\)", found["scheduler"])
 
 
 def test_sizes_and_paths_become_plain_values(tmp_path: Path) -> None:
@@ -247,6 +311,7 @@ def test_sgd() -> None:
         ({"type": "Lion"}, "optimizer.type", "'Lion' is not supported yet"),
         ({"type": 3}, "optimizer.type", "3"),
         ({"type": "AdamW", "params": {"weight_deacy": 0.1}}, "optimizer.params.weight_deacy", "'optimizer.params.weight_decay'"),
+        ({"type": "AdamW", "params": {"learning_rate": 0.1}}, "optimizer.params.learning_rate", "did you mean 'optimizer.params.lr'"),
         ({"type": "AdamW", "params": {"momentum": 0.9}}, "optimizer.params.momentum", "it has lr, betas"),
         ({"type": "SGD", "params": {"betas": [0.9, 0.9]}}, "optimizer.params.betas", "it has lr, momentum"),
         ({"type": "AdamW", "params": {"lr": "1e-3"}}, "optimizer.params.lr", "'1e-3'"),
