@@ -41,12 +41,18 @@ class Search:
             for depth in (self.depths if kind == "direct" else (self.buffered_depth,))
         ]
 
-    def written_nbytes(self, num_backends: int) -> int:
-        """At most so many bytes are written."""
-        left, nbytes = len(self.blocks) * (len(self.depths) + num_backends - 1), self.nbytes
-        total = num_backends * self.file_nbytes
+    def amount(self, setting: Setting, nbytes: int) -> int:
+        """What one measurement moves when rounds move `nbytes`: at least two blocks."""
+        return max(nbytes, 2 * setting.block_nbytes)
+
+    def written_nbytes(self, backends: list[str]) -> int:
+        """At most so many bytes are written, whoever goes on."""
+        settings = self.settings(backends)
+        left, nbytes = len(settings), self.nbytes
+        total = len(backends) * self.file_nbytes
         while left > 1:
-            total += left * written_nbytes("mix", min(self.blocks), max(nbytes, 2 * max(self.blocks)))
+            each = sorted((written_nbytes("mix", s.block_nbytes, self.amount(s, nbytes)) for s in settings), reverse=True)
+            total += sum(each[:left])
             left, nbytes = (left + 1) // 2, min(2 * nbytes, self.file_nbytes)
         return total
 
@@ -84,7 +90,7 @@ def run_tune(
         if not files:
             why = "; ".join(f"{kind}: {why}" for kind, why in refused.items())
             raise StorageError("opening", name="test file", path=os.fspath(directory), offset=0, wanted=search.file_nbytes, got=0, why=why)
-        announce(search.written_nbytes(len(files)))
+        announce(search.written_nbytes(list(files)))
         content = aligned_buffer(max(search.blocks), os.urandom(MiB))
         written += sum(file.fill(content) for file in files.values())
         left, nbytes = search.settings(list(files)), search.nbytes
@@ -92,7 +98,7 @@ def run_tune(
         while len(left) > 1:
             for setting in left:
                 progress(done, total, str(setting))
-                amount = max(nbytes, 2 * setting.block_nbytes)
+                amount = search.amount(setting, nbytes)
                 sample = measure(files[setting.backend], setting, "mix", nbytes=amount, content=content)
                 samples.setdefault(setting, []).append(sample.bytes_per_s)
                 written += sample.written_nbytes
