@@ -1,5 +1,6 @@
 """swapio trains PyTorch models larger than the machine's memory."""
 
+from . import checkpointing
 from .engine import Engine, initialize
 from .errors import (
     BudgetError,
@@ -25,6 +26,7 @@ __all__ = [
     "Transfer",
     "TransferTimeoutError",
     "UsageError",
+    "checkpointing",
     "initialize",
 ]
 __version__ = "0.1.0"

@@ -3,10 +3,21 @@
 from ._batch import batch_triple
 from ._keys import KEYS, Key, Kind, config_table
 from ._load import load_config
-from ._schema import AioConfig, Bf16Config, Fp16Config, OffloadConfig, OptimizerConfig, OwnConfig, SwapioConfig, ZeroConfig
+from ._schema import (
+    ActivationConfig,
+    AioConfig,
+    Bf16Config,
+    Fp16Config,
+    OffloadConfig,
+    OptimizerConfig,
+    OwnConfig,
+    SwapioConfig,
+    ZeroConfig,
+)
 
 __all__ = [
     "KEYS",
+    "ActivationConfig",
     "AioConfig",
     "Bf16Config",
     "Fp16Config",
