@@ -1,9 +1,9 @@
 """Kept inputs wait in host memory: `cpu_checkpointing`.
 
 [Note: Which tensors] `torch.utils.checkpoint` gives what it keeps to the saved-tensor hooks that are active where it is called; its own
-pair hides what the function saves. So a pair around the call sees exactly the kept inputs. Moving what somebody keeps anyway (parameters, the
-user's own inputs) or what every block gets (masks) would cost copies and save nothing: only results of a graph move. All others are saved
-as if we were not there, by whatever pair lies under ours.
+pair hides what the function saves. So a pair around the call sees exactly the kept inputs. Moving what somebody keeps anyway (parameters,
+the user's own inputs) or what every block gets (masks) would cost copies and save nothing: only results of a graph move. All others are
+saved as if we were not there, by whatever pair lies under ours.
 """
 
 from __future__ import annotations
