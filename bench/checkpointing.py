@@ -148,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.tiny:
         args.layers, args.dim, args.seq, args.batch, args.steps = 4, 64, 64, 2, 2
     few = math.isqrt(args.layers)
-    ways = {"none": 0, "every block": args.layers, f"number_checkpoints={few}": few}
+    ways = {"none": 0, "every block": args.layers, "segments": few}
     if args.one:
         print(json.dumps(train(args, ways, args.one)))
         return 0

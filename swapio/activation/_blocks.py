@@ -68,6 +68,12 @@ def checkpoint_blocks(
     wanted = current().number_checkpoints if number_checkpoints is None else number_checkpoints
     number = parse_section(number_checkpoints=wanted).number_checkpoints
     names = _find(model) if blocks is None else _name(model, blocks)
+    if not names:
+        raise ConfigError(
+            f"blocks: none in the {type(model).__name__}, which has no ModuleList or Sequential of them; name some, as in "
+            "blocks=[model.encoder]",
+            key="blocks",
+        )
     rows = [m for m in model.modules() if _runs_in_order(m) and m not in names and any(child in names for child in m.children())]
     if number is not None:
         in_rows = {child for row in rows for child in row.children()}
@@ -134,14 +140,12 @@ class _Forward:
             raise UsageError("the module of this forward is gone; call the module itself, and copy it with copy.deepcopy")
         return module, self.replaced or MethodType(type(module).forward, module)
 
-    def _run_segments(self, module: nn.Module, input: Any) -> Any:
-        for wrapped, group in itertools.groupby(module.children(), key=lambda m: isinstance(vars(m).get("forward"), _Forward)):
+    def _run_segments(self, module: Any, input: Any) -> Any:
+        for wrapped, group in itertools.groupby(module, key=lambda m: isinstance(vars(m).get("forward"), _Forward)):
             row = list(group)
-            length = self.segment if wrapped else 1
-            for start in range(0, len(row), length):
-                segment = row[start : start + length]
-                run = functools.partial(_run_row, segment)
-                input = checkpoint_call(run, (input,), {}) if len(segment) > 1 else run(input)
+            for start in range(0, len(row), self.segment):
+                run = functools.partial(_run_row, row[start : start + self.segment])
+                input = checkpoint_call(run, (input,), {}) if wrapped else run(input)
         return input
 
     @property
@@ -186,11 +190,6 @@ def _find(model: nn.Module) -> dict[nn.Module, str]:
         inside = isinstance(model.get_submodule(unit.name.rpartition(".")[0]), nn.ModuleList | nn.Sequential)
         if inside and unit.module not in (None, model) and any(True for _ in unit.module.children()):
             found[unit.module] = unit.name
-    if not found:
-        raise ConfigError(
-            f"blocks: {type(model).__name__} has no ModuleList or Sequential of blocks; name them, for example blocks=[model.encoder]",
-            key="blocks",
-        )
     return found
 
 
@@ -200,7 +199,7 @@ def _name(model: nn.Module, blocks: Iterable[nn.Module]) -> dict[nn.Module, str]
     for block in blocks:
         if block not in known:
             raise ConfigError(
-                f"blocks: {type(block).__name__} is no module of the {type(model).__name__}; give some that are, as in blocks=model.layers",
+                f"blocks: {type(block).__name__} is not in the {type(model).__name__}; name modules that are, as in blocks=[model.encoder]",
                 key="blocks",
                 value=block,
             )

@@ -191,6 +191,20 @@ def test_a_sequential_with_a_forward_of_its_own() -> None:
     assert train(model) == [2] * 4
 
 
+@pytest.mark.parametrize("number", [None, 1])
+def test_a_block_several_times_in_a_row(number: int | None) -> None:
+    def shared() -> nn.Module:
+        block = Block()
+        return nn.Sequential(block, nn.Tanh(), block, block)
+
+    def wrapped() -> nn.Module:
+        model = shared()
+        checkpoint_blocks(model, [model[0]], number_checkpoints=number)  # type: ignore[index]
+        return model
+
+    check_equal(leave(lambda m, x: m(x), wrapped), leave(lambda m, x: m(x), shared))
+
+
 def test_configured_number() -> None:
     model = row(4)
     configure(num_checkpoints=2)
@@ -355,9 +369,10 @@ def test_blocks_inside_blocks_and_calls() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"model": nn.Linear(2, 2)}, "Linear has no ModuleList or Sequential of blocks"),
+        ({"model": nn.Linear(2, 2)}, "none in the Linear, which has no ModuleList or Sequential"),
         ({"model": nn.Sequential(nn.Linear(2, 2), nn.ReLU())}, r"blocks=\[model.encoder\]"),
-        ({"model": Stack(2), "blocks": [Block()]}, "Block is no module of the Stack"),
+        ({"model": Stack(2), "blocks": []}, "none in the Stack"),
+        ({"model": Stack(2), "blocks": [Block()]}, "Block is not in the Stack"),
         ({"model": Stack(2), "number_checkpoints": 0}, "number_checkpoints.*0"),
         ({"model": Stack(2), "config": {"activation_checkpointing": {"number_checkpoint": 2}}}, "did you mean"),
     ],
