@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..config import ActivationConfig, load_config
+from ..config import ActivationCheckpointingConfig, load_config
 from ..errors import ConfigError
 from ..memory import Device, get_device
 from ._offload import HostOffload
@@ -37,7 +37,7 @@ def current() -> State:
     return _configured or _NOTHING
 
 
-def parse_section(**values: Any) -> ActivationConfig:
+def parse_section(**values: Any) -> ActivationCheckpointingConfig:
     """Keys of `activation_checkpointing` as the config would check them; `None` counts as not given.
 
     Raises:
@@ -85,7 +85,7 @@ def configure(
         synchronize_checkpoint_boundary=synchronize,
         profile=profile,
     )
-    section = load_config(deepspeed_config).activation_checkpointing if deepspeed_config is not None else ActivationConfig()
+    section = load_config(deepspeed_config).activation_checkpointing if deepspeed_config is not None else ActivationCheckpointingConfig()
     section = section.model_copy(update={name: getattr(given, name) for name in given.model_fields_set})
     offload = None
     if section.cpu_checkpointing:

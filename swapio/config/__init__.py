@@ -4,7 +4,7 @@ from ._batch import batch_triple
 from ._keys import KEYS, Key, Kind, config_table
 from ._load import load_config
 from ._schema import (
-    ActivationConfig,
+    ActivationCheckpointingConfig,
     AioConfig,
     Bf16Config,
     Fp16Config,
@@ -17,7 +17,7 @@ from ._schema import (
 
 __all__ = [
     "KEYS",
-    "ActivationConfig",
+    "ActivationCheckpointingConfig",
     "AioConfig",
     "Bf16Config",
     "Fp16Config",

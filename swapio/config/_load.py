@@ -15,7 +15,7 @@ import pydantic
 from ..errors import ConfigError
 from ._batch import BATCH_KEYS, batch_sources, batch_triple
 from ._keys import DEPRECATED, KEYS, SECTIONS, Kind, is_off
-from ._schema import OPTIMIZERS, ActivationConfig, SwapioConfig
+from ._schema import OPTIMIZERS, ActivationCheckpointingConfig, SwapioConfig
 
 __all__ = ["load_config"]
 
@@ -50,7 +50,7 @@ def load_config(
             loading.ignored[f"zero_optimization.{name}.nvme_path"] = (section.paths, f'the device is "{section.device}"')
     if "gradient_clipping" not in loading.sources:
         loading.notes.append("gradient_clipping is off, since it was not asked for (DeepSpeed's default is 1.0)")
-    if loaded.activation_checkpointing != ActivationConfig():
+    if loaded.activation_checkpointing != ActivationCheckpointingConfig():
         loading.notes.append("activation_checkpointing counts once swapio.checkpointing.configure(deepspeed_config=...) has read it")
     loaded._ignored.update(loading.ignored)
     loaded._notes.extend(loading.notes)

@@ -12,7 +12,7 @@ from ..spec import parse_nbytes
 
 __all__ = [
     "OPTIMIZERS",
-    "ActivationConfig",
+    "ActivationCheckpointingConfig",
     "AdamParams",
     "AioConfig",
     "Bf16Config",
@@ -154,7 +154,7 @@ class AioConfig(_Section):
     queue_depth: int = Field(default=4, ge=1, le=256, description="reads and writes in flight, one thread each (DeepSpeed: 8)")
 
 
-class ActivationConfig(_Section):
+class ActivationCheckpointingConfig(_Section):
     """`activation_checkpointing`, for `swapio.checkpointing`."""
 
     cpu_checkpointing: bool = Field(default=False, description="kept inputs of checkpointed calls wait in host memory for backward")
@@ -192,7 +192,7 @@ class SwapioConfig(_Section):
     fp16: Fp16Config = Fp16Config()
     bf16: Bf16Config = Bf16Config()
     zero_optimization: ZeroConfig = ZeroConfig()
-    activation_checkpointing: ActivationConfig = ActivationConfig()
+    activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
     aio: AioConfig = AioConfig()
     swapio: OwnConfig = OwnConfig()
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
