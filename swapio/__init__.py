@@ -1,5 +1,6 @@
 """swapio trains PyTorch models larger than the machine's memory."""
 
+from . import checkpointing
 from .engine import Engine, add_config_arguments, initialize
 from .errors import (
     BudgetError,
@@ -26,6 +27,7 @@ __all__ = [
     "TransferTimeoutError",
     "UsageError",
     "add_config_arguments",
+    "checkpointing",
     "initialize",
 ]
 __version__ = "0.1.0"

@@ -19,8 +19,6 @@ PENDING: dict[str, Any] = {
     "scheduler": None,
     "fp16.enabled": False,
     "data_types.grad_accum_dtype": None,
-    "activation_checkpointing.cpu_checkpointing": False,
-    "activation_checkpointing.number_checkpoints": None,
     "csv_monitor.enabled": False,
     "tensorboard.enabled": False,
 }

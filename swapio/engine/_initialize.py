@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..activation import configure
 from ..config import SwapioConfig, load_config
 from ..errors import ConfigError
 from ..optim import OptimizerSpec, from_config, from_torch
@@ -76,6 +77,9 @@ def initialize(
         if manager is None:
             manager = undo.enter_context(_manager(settings))
         engine = _engine(model, settings, manager, owns, inner, spec, undo)
+        kept = settings.activation_checkpointing
+        if kept.model_fields_set:
+            configure(num_checkpoints=kept.number_checkpoints, checkpoint_in_cpu=kept.cpu_checkpointing, device=manager.device)
         engine.lr_scheduler = lr_scheduler(engine.optimizer) if callable(lr_scheduler) else lr_scheduler
         if training_data is not None:
             engine.training_dataloader = torch.utils.data.DataLoader(

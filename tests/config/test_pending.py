@@ -16,8 +16,6 @@ ON: dict[str, Any] = {
     "scheduler": {"type": "WarmupLR"},
     "fp16.enabled": True,
     "data_types.grad_accum_dtype": "fp32",
-    "activation_checkpointing.cpu_checkpointing": True,
-    "activation_checkpointing.number_checkpoints": 2,
     "csv_monitor.enabled": True,
     "tensorboard.enabled": True,
 }
