@@ -14,6 +14,7 @@ __all__ = [
     "ClosedError",
     "ConfigError",
     "ForkError",
+    "RankError",
     "StorageError",
     "SwapioError",
     "TransferTimeoutError",
@@ -74,6 +75,10 @@ class BudgetError(SwapioError, MemoryError):
 
 class TransferTimeoutError(SwapioError, TimeoutError):
     """A wait ran past its limit; the message lists what is still pending and since when."""
+
+
+class RankError(SwapioError, ConnectionError):
+    """Another rank died, ended or did not answer; the message says which, and what was waited for."""
 
 
 class StorageError(SwapioError, OSError):

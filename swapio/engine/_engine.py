@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import weakref
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,7 +18,9 @@ from ..errors import ClosedError, SwapioError, UsageError
 from ..spec import format_nbytes
 from ..swap import SwapManager
 from ..zero import ChunkedStep, UnitSet, uninterrupted
+from ._monitor import Monitor
 from ._optimizer import EngineOptimizer
+from ._scaler import LossScaler
 
 __all__ = ["Engine"]
 
@@ -28,7 +33,9 @@ class Engine(nn.Module):
     Attributes:
         module: the user's model; usable by itself too, inside the engine's life.
         optimizer: its `param_groups` are live: a changed `lr` counts from the next step.
-        global_steps, skipped_steps: steps applied, and steps left out because of a non-finite gradient.
+        global_steps: steps made or skipped; skipped_steps: those left out because of a gradient that is not finite.
+        micro_steps: calls of `step`; global_samples: samples of all ranks in the steps so far.
+        global_rank, world_size: this process among the ranks.
     """
 
     def __init__(
@@ -42,14 +49,27 @@ class Engine(nn.Module):
         stepper: ChunkedStep | None,
         inner_optimizer: torch.optim.Optimizer | None,
         restore_nbytes: int,
+        scaler: LossScaler | None,
+        monitor: Monitor,
     ) -> None:
         super().__init__()
         self.module = module
         self.config = config
         self.manager = manager
         self.zero = zero
+        self.global_rank, self.world_size = zero.ranks.rank, zero.ranks.size
+        self.dp_world_size = self.world_size
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.global_steps = 0
+        self.global_samples = 0
         self.skipped_steps = 0
+        self.micro_steps = 0
+        self.monitor = monitor
+        self._scaler = scaler
+        self._boundary: bool | None = None  # as the user set it
+        self._backwards = 0  # since the last step of the optimizer
+        self._norm: torch.Tensor | None = None
+        self._loss: torch.Tensor | None = None
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self._stepper = stepper
@@ -82,12 +102,28 @@ class Engine(nn.Module):
         finally:
             self.zero.close_windows(depth)  # an interrupt skips the hooks that would
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
-        """Gradients of `loss` into the engine's buffers; returns the loss."""
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """What to call `backward()` on instead of `engine.backward(loss)`: the loss over the accumulated micro-batches, times the loss scale."""
+        steps = self.gradient_accumulation_steps()
+        scaled = loss / steps if steps > 1 else loss
+        return scaled * self._scaler.scale if self._scaler is not None else scaled
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Gradients of `loss` into the engine's buffers; returns the loss.
+
+        Args:
+            scale_wrt_gas: divide the loss by the number of accumulated micro-batches, so that the step sees their mean.
+        """
         self._check()
         depth = self.zero.depth
+        scaled = self.scale(loss)
+        if not scale_wrt_gas:
+            scaled = scaled * self.gradient_accumulation_steps()
+        self._loss = loss.detach()
+        self._backwards += 1
         try:
-            loss.backward(retain_graph=retain_graph)
+            scaled.backward(retain_graph=retain_graph)
+            self.zero.backward_ended()
         except SwapioError:
             self._failed = True
             raise
@@ -95,15 +131,27 @@ class Engine(nn.Module):
             self.zero.close_windows(depth)
         return loss
 
-    def step(self) -> None:
-        """Step the optimizer, drop the gradients, then step the scheduler.
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """End a micro-batch; at the last one of a step: step the optimizer, drop the gradients, then step the scheduler.
 
-        With 16-bit weights a non-finite gradient skips the step: weights and state stay as they are to the bit, `skipped_steps`
-        counts, the scheduler waits, and the first such parameter is named in a warning of the logger `swapio`.
+        With 16-bit weights a gradient that is not finite skips the step: weights and state stay as they are to the bit, `skipped_steps`
+        counts, the scheduler waits, the loss scale of fp16 falls, and the parameter is named in a warning of the logger `swapio`.
+
+        Args:
+            lr_kwargs: for the scheduler's `step`.
         """
+        self._check()
+        boundary = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        if not boundary:
+            self._step_applied = False
+            return
         self._optimizer_step()
         if self._step_applied and self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        self._report()
 
     def _optimizer_step(self) -> None:
         self._check()
@@ -112,32 +160,173 @@ class Engine(nn.Module):
         self.zero.close_windows()
         try:
             with uninterrupted(), self.zero.lock:
-                bad = self._stepper.nonfinite()
-                self._step_applied = bad is None
-                if bad is None:
-                    self._stepper.step(self.optimizer.param_groups)
+                self._stepper.check()
+                found = self._stepper.gradients(any_dtype=self._scaler is not None)
+                self._step_applied = found.bad is None
+                scale = self.world_size * (self._scaler.scale if self._scaler is not None else 1.0)
+                self._norm = found.norm / scale
+                if found.bad is None:
+                    limit = self.gradient_clipping()
+                    factor = float(torch.clamp(limit / (self._norm + 1e-6), max=1.0)) if limit else 1.0
+                    self._stepper.step(self.optimizer.param_groups, scale=scale, factor=factor)
                     self.optimizer.stepped()
-                    self.global_steps += 1
                 else:
                     self.skipped_steps += 1
-                    logger.warning("step skipped: the gradient of %r is not finite (%d steps skipped so far)", bad, self.skipped_steps)
-                    self._zero_grad()
+                    skipped = f"{self.skipped_steps} steps skipped so far"
+                    logger.warning("step skipped: the gradient of %r is not finite (%s)", found.bad, skipped)
+                    self._drop_grads()
+                if self.zero.sums is not None:
+                    self.zero.sums.reset()
+                self._backwards = 0
+                self.zero.step_ended()
+            if self._scaler is not None:
+                self._scaler.update(found.bad is not None)
         except SwapioError:
             self._failed = True
             raise
+
+    def _report(self) -> None:
+        """Tell the monitor and the log what a step was."""
+        if not self.monitor.enabled:
+            return
+        events = [("Train/Samples/lr", rate, self.global_samples) for rate in self.get_lr()[:1]]
+        if self._loss is not None and self._loss.numel() == 1:
+            events.append(("Train/Samples/train_loss", float(self._loss), self.global_samples))
+        if self._scaler is not None:
+            events.append(("Train/Samples/loss_scale", self._scaler.scale, self.global_samples))
+        self.monitor.write(events)
 
     def was_step_applied(self) -> bool:
         """Whether the last `step` changed the weights."""
         return self._step_applied
 
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the coming `step` steps the optimizer."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Decide by yourself, from now on, which `step` steps the optimizer; the loss is still divided by `gradient_accumulation_steps`."""
+        self._boundary = is_boundary
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside keep their gradients on this rank.
+
+        Raises:
+            UsageError: gradients are partitioned (stages 2 and 3), so no rank has room for them.
+        """
+        if self.zero.stage >= 2 and self.world_size > 1:
+            raise UsageError(
+                f"no_sync keeps whole gradients on each rank, ZeRO stage {self.zero.stage} does not; leave it out, or use stage 1"
+            )
+        yield
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of all gradients in the last step, over all ranks, before clipping; None before the first step."""
+        return None if self._norm is None else float(self._norm)
+
+    def _drop_grads(self) -> None:
+        for unit in self.zero.units:
+            unit.drop_grads()
+
     def _zero_grad(self) -> None:
         with self.zero.lock:
-            for unit in self.zero.units:
-                unit.drop_grads()
+            if self.zero.partitions_grads and self.zero.sums is not None and (self._backwards or self.zero.sums.any_put):
+                self.zero.send_grads()
+                self.zero.sums.finish()
+                self.zero.sums.reset()
+            self._backwards = 0
+            self._drop_grads()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients; `step` does it too."""
+        """Drop all gradients; `step` does it too. With partitioned gradients all ranks must call it."""
         self._zero_grad()
+
+    # --- what DeepSpeed's engine tells ---
+
+    def train_batch_size(self) -> int:
+        return self.config.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self.config.train_micro_batch_size_per_gpu
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.config.gradient_accumulation_steps
+
+    def gradient_clipping(self) -> float:
+        return self.config.gradient_clipping
+
+    def zero_optimization_stage(self) -> int:
+        return self.config.zero_optimization.stage
+
+    def zero_optimization(self) -> bool:
+        return self.config.zero_optimization.stage > 0
+
+    def zero_offload_optimizer(self) -> Any:
+        return self.config.zero_optimization.offload_optimizer
+
+    def zero_offload_param(self) -> Any:
+        return self.config.zero_optimization.offload_param
+
+    def aio_config(self) -> Any:
+        return self.config.aio
+
+    def fp16_enabled(self) -> bool:
+        return self.config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        return self.config.bf16.enabled
+
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by; 1 without fp16."""
+        return self._scaler.scale if self._scaler is not None else 1.0
+
+    def dynamic_loss_scale(self) -> bool:
+        return self.config.fp16.enabled and self.config.fp16.loss_scale == 0
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each param group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer is not None else []
+
+    def get_mom(self) -> list[Any]:
+        """The betas, or the momentum, of each param group."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return [group.get("betas", group.get("momentum")) for group in groups]
+
+    def get_type(self) -> list[str]:
+        return [type(self.optimizer.inner).__name__] if self.optimizer is not None else []
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Of the weights, and of accumulated gradients."""
+        weights = torch.bfloat16 if self.config.bf16.enabled else torch.float16 if self.config.fp16.enabled else torch.float32
+        return weights, torch.float32
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """`module.state_dict()`, whole on every rank."""
+        state: dict[str, Any] = self.module.state_dict()
+        frozen = {n for n, p in self.module.named_parameters() if not p.requires_grad} if exclude_frozen_parameters else set()
+        return {name: value for name, value in state.items() if name not in frozen}
+
+    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """`module.load_state_dict`, by all ranks."""
+        self.module.load_state_dict(state_dict, strict=strict)
+
+    def empty_partition_cache(self) -> None:
+        """Let go of weights that nobody uses now."""
+        with self.zero.lock:
+            self.zero.detach_idle()
+
+    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, collate_fn: Any = None, num_workers: int = 0) -> Any:
+        """A DataLoader over this rank's share of `dataset`, in batches of `train_micro_batch_size_per_gpu`."""
+        sampler = None
+        if self.world_size > 1 and not isinstance(dataset, torch.utils.data.IterableDataset):
+            sampler = torch.utils.data.DistributedSampler(dataset, self.world_size, self.global_rank)
+        return torch.utils.data.DataLoader(
+            dataset, batch_size=batch_size or self.train_micro_batch_size_per_gpu(), sampler=sampler, collate_fn=collate_fn,
+            num_workers=num_workers, drop_last=bool(self.config.dataloader_drop_last),
+        )  # fmt: skip
 
     def stats(self) -> dict[str, Any]:
         """The manager's counters, and the engine's: gradients, units, steps."""
@@ -186,6 +375,7 @@ class Engine(nn.Module):
             self.zero.close(reason, restore=restore)
         finally:
             self._finalizer()
+            self.monitor.close()
 
     def abandon(self) -> None:
         """Close without giving the weights back to the module."""
@@ -238,5 +428,6 @@ def _alive(reference: weakref.ref[Engine]) -> Engine:
 
 def _abandon(zero: UnitSet, manager: SwapManager | None) -> None:
     zero.closed = zero.closed or "the engine of this model was deleted without close(), and its weights with it"
+    zero.ranks.close(wait=False)
     if manager is not None:
         manager.close()

@@ -19,9 +19,12 @@ from ..errors import ConfigError
 from ..optim import OptimizerSpec, from_config, from_torch
 from ..spec import format_nbytes
 from ..swap import Place, SwapManager, TensorSpec
-from ..zero import CHUNK_NUMEL, ChunkedStep, Unit, UnitLayout, UnitSet, UnitSpec, find_units
+from ..zero import CHUNK_NUMEL, ChunkedStep, Partition, Ranks, Unit, UnitLayout, UnitSet, UnitSpec, find_units
 from ._budget import host_need
 from ._engine import Engine
+from ._monitor import Monitor
+from ._scaler import LossScaler
+from ._schedulers import scheduler_from_config
 
 __all__ = ["initialize"]
 
@@ -80,13 +83,23 @@ def initialize(
         kept = settings.activation_checkpointing
         if kept.model_fields_set:
             configure(num_checkpoints=kept.number_checkpoints, checkpoint_in_cpu=kept.cpu_checkpointing, device=manager.device)
-        engine.lr_scheduler = lr_scheduler(engine.optimizer) if callable(lr_scheduler) else lr_scheduler
+        engine.lr_scheduler = _scheduler(engine, lr_scheduler)
         if training_data is not None:
-            engine.training_dataloader = torch.utils.data.DataLoader(
-                training_data, batch_size=settings.train_micro_batch_size_per_gpu, shuffle=True, collate_fn=collate_fn
-            )
+            engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
         undo.pop_all()
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _scheduler(engine: Engine, given: Any) -> Any:
+    """The user's scheduler, or what the config names."""
+    section = engine.config.scheduler
+    if given is not None:
+        return given(engine.optimizer) if callable(given) else given
+    if section is None:
+        return None
+    if engine.optimizer is None:
+        raise ConfigError("scheduler: there is no optimizer whose learning rate it could set; name one in the config", key="scheduler")
+    return scheduler_from_config(engine.optimizer, section.type, section.params)
 
 
 def _world() -> tuple[int, str]:
@@ -184,22 +197,36 @@ def _engine(
         )
     specs = find_units(model, settings.swapio.units)
     bf16 = settings.bf16.enabled
-    layouts = [_layout(u, groups, bf16) for u in specs]
+    stage = offload.stage
+    ranks = Ranks(timeout_s=settings.swapio.timeout_s)
+    undo.callback(ranks.close, wait=False)
+    if not ranks.alone:
+        _same_values(model, ranks)
+    # sums of several gradients are kept in fp32: here for micro-batches, at stage 0 for those of the ranks too
+    sums_here = settings.gradient_accumulation_steps > 1 if ranks.alone or stage < 2 else False
+    grad_dtype = torch.float32 if sums_here or not (ranks.alone or stage) else None
+    layouts = [_layout(u, groups, bf16, grad_dtype) for u in specs]
     need = host_need(
         layouts, spec, block_nbytes=manager.arena.block_nbytes, chunk_numel=CHUNK_NUMEL,
         param_home=param_home, state_home=state_home, step_place=step_place, has_device=manager.device.has_memory,
+        stage=stage, rank=ranks.rank, num_ranks=ranks.size,
     )  # fmt: skip
     largest = max(range(len(specs)), key=lambda i: layouts[i].nbytes, default=0)
     need.check(manager.arena.capacity, specs[largest].name if specs else "")
     capacity = manager.arena.capacity
     on_device = manager.device.has_memory
     keep = param_home is Place.DEVICE if on_device else capacity is None or need.everything <= capacity
-    zero = UnitSet(manager, owns_manager=owns, step_place=step_place, keep_attached=keep)
+    keep = keep and (ranks.alone or stage < 3)
+    zero = UnitSet(manager, owns_manager=owns, step_place=step_place, keep_attached=keep, ranks=ranks, stage=stage)
     undo.callback(zero.close, "initialize failed", restore=True)
     stepper = ChunkedStep(zero, spec, home=state_home) if spec is not None else None
     for unit_spec, layout in zip(specs, layouts, strict=True):
-        record = zero.create(unit_spec.name, layout.nbytes, param_home)
-        unit = Unit(zero, unit_spec.name, unit_spec.params, [groups.get(id(p)) for _, p in unit_spec.params], record, layout)
+        partition = Partition(layout, ranks.size)
+        record = zero.create(unit_spec.name, partition.shard_nbytes[ranks.rank] if zero.partitions_weights else layout.nbytes, param_home)
+        unit_groups = [groups.get(id(p)) for _, p in unit_spec.params]
+        unit = Unit(zero, unit_spec.name, unit_spec.params, unit_groups, record, layout, partition)
+        if zero.sums is not None:
+            zero.sums.add_unit(unit)
         if stepper is not None:
             stepper.add_unit(unit)
         _take_over(unit, stepper, manager.device.torch_device)
@@ -210,6 +237,7 @@ def _engine(
         zero.hook_gradients(unit)
     zero.leave_room_for_gradients()
     zero.serve_state_dict(model)
+    ranks.serve(zero)
     device = manager.device.torch_device
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -231,6 +259,8 @@ def _engine(
         stepper=stepper,
         inner_optimizer=inner,
         restore_nbytes=weights,
+        scaler=LossScaler.from_config(settings.fp16) if settings.fp16.enabled else None,
+        monitor=Monitor(settings, rank=ranks.rank),
     )
 
 
@@ -244,7 +274,17 @@ def _target_dtype(tensor: torch.Tensor, bf16: bool) -> torch.dtype:
     return torch.bfloat16 if bf16 and tensor.is_floating_point() else tensor.dtype
 
 
-def _layout(spec: UnitSpec, groups: dict[int, int], bf16: bool) -> UnitLayout:
+def _same_values(model: nn.Module, ranks: Ranks) -> None:
+    """Rank 0's weights and buffers are everybody's, as in `DistributedDataParallel`."""
+    with torch.no_grad():
+        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+            flat = tensor.detach().cpu().contiguous()
+            ranks.broadcast(flat, source=0, what=f"sharing the first values of {name!r}")
+            if ranks.rank:
+                tensor.copy_(flat)
+
+
+def _layout(spec: UnitSpec, groups: dict[int, int], bf16: bool, grad_dtype: torch.dtype | None) -> UnitLayout:
     shown = []
     for name, param in spec.params:
         dtype = _target_dtype(param, bf16)
@@ -254,7 +294,7 @@ def _layout(spec: UnitSpec, groups: dict[int, int], bf16: bool) -> UnitLayout:
                 key="model",
             )
         shown.append(torch.empty_strided(param.shape, param.stride(), dtype=dtype, device="meta"))
-    return UnitLayout(shown, [id(p) in groups and p.requires_grad for _, p in spec.params])
+    return UnitLayout(shown, [id(p) in groups and p.requires_grad for _, p in spec.params], grad_dtype=grad_dtype)
 
 
 @torch.no_grad()
@@ -262,12 +302,23 @@ def _take_over(unit: Unit, stepper: ChunkedStep | None, device: torch.device) ->
     """Copy a unit's values into its record, and the lower halves of fp32 masters into the optimizer's state."""
     unit.device = device
     masters: dict[int, torch.Tensor] = {}
-    with unit.zero.pin(unit.record, Place.HOST) as lease:
+    zero = unit.zero
+    with zero.pin(unit.record, Place.HOST) as lease, contextlib.ExitStack() as stack:
+        whole = lease.raw
+        if zero.partitions_weights:
+            scratch = zero.lease(f"weights of {unit.name}", unit.layout.nbytes)
+            stack.callback(zero.manager.end_lease, scratch)
+            whole = scratch.tensor
         for slot, param in zip(unit.layout.slots, unit.params, strict=True):
-            unit.layout_view(lease.raw, slot.index).copy_(param)
+            unit.layout_view(whole, slot.index).copy_(param)
             if stepper is not None and slot.trained and slot.dtype is torch.bfloat16 and param.dtype is not torch.bfloat16:
                 dense = torch.empty_strided(slot.shape, slot.stride, dtype=torch.float32)
                 masters[slot.index] = param.detach().float() if tuple(param.stride()) == slot.stride else dense.copy_(param)
+        if zero.partitions_weights:
+            for piece in unit.partition.pieces[zero.ranks.rank]:
+                part = whole[piece.offset : piece.offset + piece.nbytes]
+                lease.raw[piece.shard_offset : piece.shard_offset + piece.nbytes].copy_(part)
+        del whole
         if stepper is not None and masters:
             stepper.store_masters(unit, masters, lease.raw)
         lease.mark_dirty()

@@ -45,12 +45,17 @@ class Segment:
     numel: int
     num_trained: int
     grad_offset: int  # byte of the gradients in the unit's gradient buffer
+    grad_dtype: torch.dtype
 
 
 class UnitLayout:
-    """Segments by dtype, trained parameters first, each parameter back to back at a multiple of 64 elements."""
+    """Segments by dtype, trained parameters first, each parameter back to back at a multiple of 64 elements.
 
-    def __init__(self, params: Sequence[torch.Tensor], trained: Sequence[bool]) -> None:
+    Args:
+        grad_dtype: of gathered gradients; None: that of the weights.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor], trained: Sequence[bool], *, grad_dtype: torch.dtype | None = None) -> None:
         dtypes = list(dict.fromkeys(p.dtype for p in params))
         slots: dict[int, Slot] = {}
         segments: list[Segment] = []
@@ -64,15 +69,21 @@ class UnitLayout:
                 start += round_up(span, ALIGN_NUMEL)
                 if trained[i]:
                     num_trained = start
-            segments.append(Segment(dtype, offset, start, num_trained, grad_offset))
+            segments.append(Segment(dtype, offset, start, num_trained, grad_offset, grad_dtype or dtype))
             offset = round_up(offset + start * dtype.itemsize, PAGE_NBYTES)
-            grad_offset = round_up(grad_offset + num_trained * dtype.itemsize, PAGE_NBYTES)
+            grad_offset = round_up(grad_offset + num_trained * (grad_dtype or dtype).itemsize, PAGE_NBYTES)
         self.slots = [slots[i] for i in range(len(params))]
         self.segments = segments
         self.nbytes = offset
         self.grad_nbytes = grad_offset
         self._by_offset = sorted(self.slots, key=lambda s: (s.offset, s.span))
         self._offsets = [s.offset for s in self._by_offset]
+
+    def grad_bytes(self, slot: Slot) -> slice:
+        """Where the gradient of a trained parameter lies in the gradient buffer, in bytes."""
+        segment = self.segments[slot.segment]
+        start = segment.grad_offset + slot.start * segment.grad_dtype.itemsize
+        return slice(start, start + slot.span * segment.grad_dtype.itemsize)
 
     def slot_at(self, offset: int) -> Slot:
         """The parameter that byte `offset` of the unit belongs to."""

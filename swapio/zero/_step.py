@@ -10,22 +10,44 @@ import torch
 from ..errors import UsageError
 from ..optim import ChunkLayout, ChunkStepper, Group, OptimizerSpec, StepRange, chunk_layout, first_nonfinite, split_
 from ..swap import Place, Record
-from ._layout import ALIGN_NUMEL, UnitLayout
+from ._gather import GatheredLease
+from ._layout import ALIGN_NUMEL, Slot, UnitLayout
+from ._partition import Partition, Piece
 from ._quiet import quiet
 from ._unit import Unit
 from ._units import UnitSet
 
-__all__ = ["CHUNK_NUMEL", "ChunkedStep", "chunk_layouts"]
+__all__ = ["CHUNK_NUMEL", "ChunkedStep", "Gradients", "chunk_layouts"]
 
 CHUNK_NUMEL = 1 << 20
 """Elements whose state moves in one piece: 10 MiB with a split master and two moments."""
 
 
-def chunk_layouts(layout: UnitLayout, spec: OptimizerSpec, chunk_numel: int) -> Iterator[tuple[int, int, ChunkLayout]]:
-    """Each chunk of a unit's trained elements: (segment, first element, layout)."""
-    for number, segment in enumerate(layout.segments):
-        for start in range(0, segment.num_trained, chunk_numel):
-            yield number, start, chunk_layout(spec, min(chunk_numel, segment.num_trained - start), segment.dtype)
+_NORM_NUMEL = 1 << 22  # elements of which an fp32 copy is made at once
+
+
+def chunk_layouts(
+    layout: UnitLayout, pieces: Sequence[Piece], spec: OptimizerSpec, chunk_numel: int
+) -> Iterator[tuple[Piece, int, ChunkLayout]]:
+    """Each chunk of the trained elements in `pieces`: (piece, first element in the segment, layout)."""
+    for piece in pieces:
+        if piece.trained:
+            for start in range(piece.start, piece.stop, chunk_numel):
+                dtype = layout.segments[piece.segment].dtype
+                yield piece, start, chunk_layout(spec, min(chunk_numel, piece.stop - start), dtype)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gradients:
+    """What all ranks know of the gradients of a step, before it is made.
+
+    Attributes:
+        norm: over all parameters, as they are: of the sum over ranks, times the loss scale.
+        bad: the first parameter with a gradient that is not finite, of those that forbid a step.
+    """
+
+    norm: torch.Tensor  # fp32 []
+    bad: str | None
 
 
 @dataclasses.dataclass(slots=True)
@@ -34,6 +56,8 @@ class _Chunk:
     layout: ChunkLayout
     segment: int
     start: int  # element in the segment
+    offset: int  # byte of its weights in the unit's record
+    sum_start: int  # element of its gradients among this rank's sums
 
 
 class ChunkedStep:
@@ -57,12 +81,20 @@ class ChunkedStep:
         self._frozen: list[tuple[str, torch.Tensor]] = []  # in a param group, with no state
         self.num_updates: dict[Unit, list[int]] = {}  # by parameter, as PyTorch counts its `step`
 
+    def pieces(self, unit: Unit) -> list[Piece]:
+        """What this rank steps of a unit."""
+        ranks = self.zero.ranks
+        return (unit.partition.pieces if self.zero.stage else Partition(unit.layout, 1).pieces * ranks.size)[ranks.rank]
+
     def add_unit(self, unit: Unit) -> None:
         """Reserve the state of a unit; it is zeros until the first step."""
-        self._chunks[unit] = [
-            _Chunk(self.zero.create(f"{unit.name}#{segment}.{start}", layout.nbytes, self.home), layout, segment, start)
-            for segment, start, layout in chunk_layouts(unit.layout, self.spec, self.chunk_numel)
-        ]
+        chunks = self._chunks[unit] = []
+        for piece, start, layout in chunk_layouts(unit.layout, self.pieces(unit), self.spec, self.chunk_numel):
+            record = self.zero.create(f"{unit.name}#{piece.segment}.{start}", layout.nbytes, self.home)
+            itemsize = unit.layout.segments[piece.segment].dtype.itemsize
+            base = piece.shard_offset if self.zero.partitions_weights else piece.offset
+            offset = base + (start - piece.start) * itemsize
+            chunks.append(_Chunk(record, layout, piece.segment, start, offset, piece.sum_start + start - piece.start))
         self.num_updates[unit] = [0] * len(unit.params)
         self._frozen += [
             (name, param)
@@ -71,7 +103,7 @@ class ChunkedStep:
         ]
 
     def store_masters(self, unit: Unit, masters: Mapping[int, torch.Tensor], weights: torch.Tensor) -> None:
-        """Split fp32 masters by parameter index into the unit's weights, uint8 `[unit nbytes]`, and the lower halves in its state."""
+        """Split fp32 masters by parameter index into the weights in the bytes of the unit's record, and the lower halves in its state."""
         for chunk in self._chunks[unit]:
             pieces = [p for p in _pieces(unit, chunk) if p[0] in masters]
             if not chunk.layout.split or not pieces:
@@ -80,7 +112,7 @@ class ChunkedStep:
                 lo = chunk.layout.views(lease.raw).lo
                 if lo is None:
                     raise RuntimeError("a split chunk has lower halves")
-                hi = _segment(weights, unit, chunk)
+                hi = _weights(weights, unit, chunk)
                 for index, begin, end, source in pieces:
                     flat = masters[index].as_strided((unit.layout.slots[index].span,), (1,))
                     part = flat[source : source + end - begin].to(lo.device)
@@ -90,20 +122,63 @@ class ChunkedStep:
     def state_nbytes(self) -> int:
         return sum(c.layout.nbytes for chunks in self._chunks.values() for c in chunks)
 
-    def nonfinite(self) -> str | None:
-        """The first parameter with an infinite or NaN gradient, among those with split masters."""
-        self.zero.grads_landed()
-        for unit in self.zero.units:
-            for slot in unit.layout.slots:
-                if unit.grads is not None and unit.has_grad[slot.index] and slot.dtype is not torch.float32:
-                    start = unit.layout.segments[slot.segment].grad_offset + slot.start * slot.dtype.itemsize
-                    flat = unit.grads.tensor[start : start + slot.span * slot.dtype.itemsize].view(slot.dtype)
-                    if first_nonfinite(flat) is not None:
-                        return unit.names[slot.index]
-        return None
+    def gradients(self, *, any_dtype: bool = False) -> Gradients:
+        """Sum the gradients over ranks, and look at them. All ranks call it together.
 
-    def step(self, groups: Sequence[Group]) -> None:
-        """Update every parameter that has a gradient, as the live `groups` say, and drop the gradients.
+        The norm is that of the norms of the parameters, as in `torch.nn.utils.clip_grad_norm_`.
+
+        Args:
+            any_dtype: a gradient that is not finite is bad for fp32 weights too.
+        """
+        zero = self.zero
+        with quiet():
+            zero.grads_landed()
+            if zero.sums is not None:
+                zero.send_grads()
+                zero.sums.finish()
+            squares: list[float] = []
+            norms: list[torch.Tensor] = []
+            for unit in zero.units:
+                for slot in unit.layout.slots:
+                    parts = list(self._flat_grads(unit, slot))
+                    norms.append(_norm(parts))
+                    squares.append(float(norms[-1]) ** 2)
+            if not zero.ranks.alone:
+                gathered = zero.ranks.all_gather(torch.tensor(squares, dtype=torch.float64), what="the norm of the gradients")
+                norms = [n.float() for n in torch.stack(gathered).sum(0).sqrt()]
+            norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+            return Gradients(norm, None if bool(norm.isfinite()) else self._first_bad(any_dtype))
+
+    def _first_bad(self, any_dtype: bool) -> str | None:
+        """The same on all ranks."""
+        zero = self.zero
+        slots = [(unit, slot) for unit in zero.units for slot in unit.layout.slots]
+        bad = len(slots)
+        for number, (unit, slot) in enumerate(slots):
+            if (any_dtype or slot.dtype is not torch.float32) and any(first_nonfinite(p) is not None for p in self._flat_grads(unit, slot)):
+                bad = number
+                break
+        told = zero.ranks.all_gather(torch.tensor([bad]), what="which gradient is not finite")
+        bad = min(int(t) for t in told)
+        return slots[bad][0].names[slots[bad][1].index] if bad < len(slots) else None
+
+    def _flat_grads(self, unit: Unit, slot: Slot) -> Iterator[torch.Tensor]:
+        """The gradient of a parameter, or this rank's slices of its sum."""
+        if not slot.trained or not unit.has_grad[slot.index] or not slot.span:
+            return
+        if self.zero.sums is None:
+            if unit.grads is not None:
+                yield unit.grads.tensor[unit.layout.grad_bytes(slot)].view(unit.layout.segments[slot.segment].grad_dtype)
+            return
+        total = self.zero.sums.total(unit)
+        for piece in unit.partition.pieces[self.zero.ranks.rank]:
+            if piece.trained and piece.segment == slot.segment:
+                first, last = max(slot.start, piece.start), min(slot.start + slot.span, piece.stop)
+                if first < last:
+                    yield total[piece.sum_start + first - piece.start : piece.sum_start + last - piece.start]
+
+    def check(self) -> None:
+        """
 
         Raises:
             UsageError: a parameter was frozen when the engine was made, and is not any more.
@@ -112,27 +187,36 @@ class ChunkedStep:
         for name, param in self._frozen:
             if param.requires_grad:
                 raise UsageError(f"{name!r} was frozen at swapio.initialize and has no optimizer state; initialize again to train it")
+
+    def step(self, groups: Sequence[Group], *, scale: float = 1.0, factor: float = 1.0) -> None:
+        """Update every parameter that has a gradient, as the live `groups` say, and drop the gradients. After `gradients`.
+
+        Args:
+            scale: gradients are divided by it: the loss scale, times the number of ranks.
+            factor: and multiplied by it, to clip them.
+        """
+        zero = self.zero
         zero.detach_idle()  # their memory is needed for staging
         zero.grads_landed()
         zero.leave_room_for_gradients(stepping=True)
         try:
-            self._step_units(groups)
+            self._step_units(groups, scale, factor)
         finally:
             zero.leave_room_for_gradients()
 
-    def _step_units(self, groups: Sequence[Group]) -> None:
+    def _step_units(self, groups: Sequence[Group], scale: float, factor: float) -> None:
         zero = self.zero
         with quiet():
-            work = [u for u in zero.units if any(u.has_grad) and self._chunks.get(u)]
+            work = [u for u in zero.units if any(u.has_grad)]  # the same on all ranks
             if zero.schedule is not None:
                 zero.schedule.announce([(r, zero.step_place) for u in work for r in (u.record, *(c.record for c in self._chunks[u]))])
             for unit in work:
-                self._step_unit(unit, groups)
+                self._step_unit(unit, groups, scale, factor)
                 unit.drop_grads()
             if zero.schedule is not None:
                 zero.schedule.end_turn()
 
-    def _step_unit(self, unit: Unit, groups: Sequence[Group]) -> None:
+    def _step_unit(self, unit: Unit, groups: Sequence[Group], scale: float, factor: float) -> None:
         zero = self.zero
         if unit.lease is not None:  # held by a view
             unit.find_writes()
@@ -141,8 +225,8 @@ class ChunkedStep:
         counts = self.num_updates[unit]
         for index in stepped:
             counts[index] += 1
-        if unit.grads is None:
-            raise RuntimeError(f"{unit.name!r} has gradients but no buffer for them")
+        if zero.sums is not None and not zero.stage:
+            self._share_sums(unit)
         self._used(unit.record)
         with zero.pin(unit.record, zero.step_place) as weights:
             for chunk in self._chunks[unit]:
@@ -156,13 +240,19 @@ class ChunkedStep:
                     for _, begin, end, _ in stale:
                         if views.lo is not None:
                             views.lo[begin:end].zero_()
-                    self._stepper.step(_segment(weights.raw, unit, chunk), self._grads(unit, chunk), views, ranges)
+                    self._stepper.step(
+                        _weights(weights.raw, unit, chunk), self._grads(unit, chunk), views, ranges,
+                        grad_scale=None if scale == 1 else scale, grad_factor=None if factor == 1 else factor,
+                    )  # fmt: skip
                     del views
                     lease.mark_dirty()
+            if zero.stage in (1, 2):
+                self._share_weights(unit, weights.raw)
             weights.mark_dirty()
         unit.stale_masters.clear()
         if unit.lease is not None:  # the view must show the new weights
-            zero.pin(unit.record, Place.DEVICE).release()
+            if not isinstance(unit.lease, GatheredLease):
+                zero.pin(unit.record, Place.DEVICE).release()
             unit.weights_stepped(stepped)
         else:
             unit.weights_changed_away(stepped)
@@ -178,13 +268,48 @@ class ChunkedStep:
                 padded = min(-(-end // ALIGN_NUMEL) * ALIGN_NUMEL, chunk.layout.numel)
                 yield StepRange(begin, padded, groups[group], self.num_updates[unit][index])
 
+    def _share_sums(self, unit: Unit) -> None:
+        """Put the sums of all ranks into the gradient buffer of each (stage 0)."""
+        zero = self.zero
+        if zero.sums is None:
+            raise RuntimeError("one rank has no sums")
+        if unit.grads is None:
+            unit.grads = zero.grad_lease(unit)
+        for rank, pieces in enumerate(unit.partition.pieces):
+            for piece in pieces:
+                if not piece.trained:
+                    continue
+                begin = unit.layout.segments[piece.segment].grad_offset + 4 * piece.start
+                target = unit.grads.tensor[begin : begin + 4 * (piece.stop - piece.start)]
+                part = (
+                    zero.sums.total(unit)[piece.sum_start : piece.sum_start + piece.stop - piece.start] if rank == zero.ranks.rank else None
+                )
+                host = part if part is not None else torch.empty(piece.stop - piece.start)
+                zero.ranks.broadcast(host, source=rank, what=f"sharing the gradient of {unit.name!r}")
+                target.copy_(host.view(torch.uint8))
+
+    def _share_weights(self, unit: Unit, raw: torch.Tensor) -> None:
+        """Give all ranks the slices that each has stepped (stages 1 and 2)."""
+        for rank, pieces in enumerate(unit.partition.pieces):
+            for piece in pieces:
+                if piece.trained:
+                    part = raw[piece.offset : piece.offset + piece.nbytes]
+                    host = part if part.device.type == "cpu" else part.cpu()
+                    self.zero.ranks.broadcast(host, source=rank, what=f"sharing the weights of {unit.name!r}")
+                    if host is not part:
+                        part.copy_(host)
+
     def _grads(self, unit: Unit, chunk: _Chunk) -> torch.Tensor:
+        zero = self.zero
+        if zero.sums is not None and zero.stage:
+            total = zero.sums.total(unit)[chunk.sum_start : chunk.sum_start + chunk.layout.numel]
+            return total if zero.step_place is Place.HOST else total.to(zero.manager.device.torch_device)
         if unit.grads is None:
             raise RuntimeError(f"{unit.name!r} has no gradients")
         segment = unit.layout.segments[chunk.segment]
-        itemsize = segment.dtype.itemsize
+        itemsize = segment.grad_dtype.itemsize
         begin = segment.grad_offset + chunk.start * itemsize
-        return unit.grads.tensor[begin : begin + chunk.layout.numel * itemsize].view(segment.dtype)
+        return unit.grads.tensor[begin : begin + chunk.layout.numel * itemsize].view(segment.grad_dtype)
 
 
 def _pieces(unit: Unit, chunk: _Chunk) -> Iterator[tuple[int, int, int, int]]:
@@ -197,8 +322,15 @@ def _pieces(unit: Unit, chunk: _Chunk) -> Iterator[tuple[int, int, int, int]]:
                 yield slot.index, begin - chunk.start, end - chunk.start, begin - slot.start
 
 
-def _segment(raw: torch.Tensor, unit: Unit, chunk: _Chunk) -> torch.Tensor:
-    """The chunk's weights, flat, in the unit's bytes."""
-    segment = unit.layout.segments[chunk.segment]
-    begin = segment.offset + chunk.start * segment.dtype.itemsize
-    return raw[begin : begin + chunk.layout.numel * segment.dtype.itemsize].view(segment.dtype)
+def _weights(raw: torch.Tensor, unit: Unit, chunk: _Chunk) -> torch.Tensor:
+    """The chunk's weights, flat, in the bytes of the unit's record."""
+    dtype = unit.layout.segments[chunk.segment].dtype
+    return raw[chunk.offset : chunk.offset + chunk.layout.numel * dtype.itemsize].view(dtype)
+
+
+def _norm(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of all parts together, fp32; of one fp32 part exactly as PyTorch computes it."""
+    if len(parts) == 1 and (parts[0].dtype is torch.float32 or parts[0].numel() <= _NORM_NUMEL):
+        return torch.linalg.vector_norm(parts[0].float()).cpu()
+    squares = [float(torch.linalg.vector_norm(block.float())) ** 2 for part in parts for block in part.split(_NORM_NUMEL)]
+    return torch.tensor(sum(squares) ** 0.5, dtype=torch.float32)

@@ -17,9 +17,11 @@ from torch import nn
 from ..errors import UsageError
 from ..memory import Lease
 from ..spec import round_up
-from ..swap import Place, Record, RecordLease
+from ..swap import Record, RecordLease
 from ._away import AwayParameter, WindowParameter, forget, manage, placeholder, raw_grad
+from ._gather import GatheredLease
 from ._layout import ALIGN_NUMEL, Slot, UnitLayout
+from ._partition import Partition
 from ._quiet import quiet, uninterrupted
 from ._saved import WeightHandle
 
@@ -44,20 +46,24 @@ class Unit:
         groups: Sequence[int | None],
         record: Record,
         layout: UnitLayout,
+        partition: Partition,
     ) -> None:
         self.zero = zero
+        self.number = len(zero.units)  # the same on all ranks
         self.name = name
         self.names = [n for n, _ in params]
         self.params = [p for _, p in params]
         self.groups = groups  # of the optimizer; None: not trained
         self.layout = layout
-        self.record = record
+        self.partition = partition  # among the ranks
+        self.record = record  # the weights, or of each rank its slice of them
         self.device = self.params[0].device
-        self.lease: RecordLease | None = None  # pinned and shown by the parameters
+        self.lease: RecordLease | GatheredLease | None = None  # pinned and shown by the parameters
         self.pins = 0  # windows and ops that need it now
         self.stale_masters: set[int] = set()  # parameters the user wrote: their master is the weight itself
         self.grads: Lease | DeviceGrads | None = None
         self.has_grad = [False] * len(self.params)
+        self.contributed = [False] * len(self.params)  # a gradient was sent to the ranks that sum it
         self._detach_bumps = 0
         self._versions: list[int] = []
         self._hashes: dict[int, int] = {}  # of parameters whose bytes were aliased
@@ -95,12 +101,16 @@ class Unit:
         with quiet():
             self.zero.make_room(self)
             adopted = [(i, self._adopt(i)) for i in self._foreign(placeholder_is_ours=True)]
-            lease = self.zero.pin(self.record, Place.DEVICE)
+            lease = self.zero.bring(self)
             raw = lease.raw
-            for index, data in adopted:
-                self.layout_view(raw, index).copy_(data)
-                self.stale_masters.add(index)
-                lease.mark_dirty()
+            try:
+                for index, data in adopted:
+                    lease.mark_dirty()
+                    self.layout_view(raw, index).copy_(data)
+                    self.stale_masters.add(index)
+            except UsageError:
+                lease.release()
+                raise
             self._show(raw)
             self.lease = lease
             self.zero.attached(self)
@@ -196,8 +206,8 @@ class Unit:
                 written.add(index)
         written |= {index for index, before in self._hashes.items() if self._hash(index) != before}
         if written:
-            self.stale_masters |= written
             self.lease.mark_dirty()
+            self.stale_masters |= written
 
     def weights_stepped(self, indices: Sequence[int]) -> None:
         """The optimizer changed these weights of an attached unit: no user's write, but a new version for autograd."""
@@ -265,6 +275,7 @@ class Unit:
                 )
             with self.zero.lock, quiet():
                 self.add_grad(index, grad)
+                self.zero.grad_arrived(self)
 
     def add_grad(self, index: int, grad: torch.Tensor) -> None:
         if grad.layout is not torch.strided:
@@ -278,20 +289,32 @@ class Unit:
             self.grads = self.zero.grad_lease(self)
             for each in self.layout.slots:  # what lies between parameters is stepped with them
                 if each.trained:
-                    start = self.layout.segments[each.segment].grad_offset + each.start * each.dtype.itemsize
-                    padding = slice(start + each.span * each.dtype.itemsize, start + round_up(each.span, ALIGN_NUMEL) * each.dtype.itemsize)
-                    self.grads.tensor[padding].zero_()
+                    end = self.layout.grad_bytes(each).stop
+                    itemsize = self.layout.segments[each.segment].grad_dtype.itemsize
+                    self.grads.tensor[end : end + (round_up(each.span, ALIGN_NUMEL) - each.span) * itemsize].zero_()
         slot = self.layout.slots[index]
-        segment = self.layout.segments[slot.segment]
-        return _slot_view(self.grads.tensor, slot, segment.grad_offset + slot.start * slot.dtype.itemsize)
+        flat = self.grads.tensor[self.layout.grad_bytes(slot)].view(self.layout.segments[slot.segment].grad_dtype)
+        return flat.as_strided(slot.shape, slot.stride)
+
+    def zero_missing_grads(self) -> None:
+        """Make the gradient buffer zeros where no gradient came."""
+        if self.grads is not None:
+            for slot in self.layout.slots:
+                if slot.trained and not self.has_grad[slot.index]:
+                    self.grads.tensor[self.layout.grad_bytes(slot)].zero_()
 
     def get_grad(self, index: int) -> torch.Tensor | None:
         """`.grad` as the user sees it: a view of the gradient buffer (a copy of it where that lies on another device)."""
         with self.zero.lock, quiet():
             if not self.has_grad[index]:
+                if self.contributed[index]:
+                    raise UsageError(
+                        f"the gradient of {self.names[index]!r} was summed in slices over the ranks (ZeRO stage {self.zero.stage}); "
+                        "all ranks together get it by swapio.utils.safe_get_full_grad(parameter)"
+                    )
                 return raw_grad(self.params[index])
             self.zero.grads_landed()
-            return self._grad_view(index).to(self.device)
+            return self._grad_view(index).to(self.device, self.layout.slots[index].dtype)
 
     def set_grad(self, index: int, value: torch.Tensor | None) -> None:
         with self.zero.lock, quiet():

@@ -6,19 +6,22 @@ import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import BudgetError, ClosedError, SwapioError
+from ..errors import BudgetError, ClosedError, RankError, SwapioError
 from ..memory import Event, Lease
 from ..swap import Place, Record, RecordLease, SwapManager
+from ._gather import GatheredLease
 from ._hooks import add_window, remove_hooks, serve_state_dict
-from ._quiet import uninterrupted
+from ._quiet import quiet, uninterrupted
+from ._ranks import Ranks
 from ._saved import SavedTensors
 from ._schedule import Schedule
+from ._sums import GradientSums
 from ._unit import Unit
 
 __all__ = ["DeviceGrads", "UnitSet"]
@@ -42,10 +45,22 @@ class UnitSet:
         step_place: where the optimizer runs, and so where gradients gather.
         owns_manager: the manager ends with the engine; else the records are removed from it one by one.
         keep_attached: nothing ever has to go, so units stay attached once they are here.
+        stage: what the ranks partition: the optimizer's state (1), gradients too (2), weights too (3).
     """
 
-    def __init__(self, manager: SwapManager, *, owns_manager: bool, step_place: Place, keep_attached: bool) -> None:
+    def __init__(
+        self, manager: SwapManager, *, owns_manager: bool, step_place: Place, keep_attached: bool, ranks: Ranks, stage: int
+    ) -> None:
         self.manager = manager
+        self.ranks = ranks
+        self.stage = stage
+        self.partitions_grads = stage >= 2 and not ranks.alone
+        self.partitions_weights = stage == 3 and not ranks.alone
+        self.sums = None if ranks.alone else GradientSums(self)
+        self.sync = True  # gradients go to the ranks that sum them as they come
+        self.modifying = False  # all ranks write weights together
+        self.num_steps = 0
+        self._stepped = threading.Condition()
         self.owns_manager = owns_manager
         self.records: list[Record] = []
         self._prefix = "" if owns_manager else f"engine {next(_numbers)}/"  # several engines may share a manager
@@ -69,6 +84,91 @@ class UnitSet:
         record = self.manager.create(self._prefix + name, nbytes, home=home)
         self.records.append(record)
         return record
+
+    # --- among ranks ---
+
+    def bring(self, unit: Unit) -> RecordLease | GatheredLease:
+        """The whole weights of a unit, where ops run."""
+        return GatheredLease(self, unit) if self.partitions_weights else self.pin(unit.record, Place.DEVICE)
+
+    def gather(self, unit: Unit, whole: torch.Tensor) -> None:
+        """Fill `whole`, uint8 `[unit nbytes]` in host memory, with the slices of all ranks."""
+        pieces = [[whole[p.offset : p.offset + p.nbytes] for p in owned] for owned in unit.partition.pieces]
+        with self.pin(unit.record, Place.HOST) as shard:
+            for piece, part in zip(unit.partition.pieces[self.ranks.rank], pieces[self.ranks.rank], strict=True):
+                part.copy_(shard.raw[piece.shard_offset : piece.shard_offset + piece.nbytes])
+        into = {rank: pieces[rank] for rank in self.ranks.others if pieces[rank]}
+        self.ranks.get(unit.number, num_steps=self.num_steps, into=into, what=f"gathering {unit.name!r}")
+
+    @contextlib.contextmanager
+    def shard(self, unit: int, num_steps: int) -> Iterator[list[torch.Tensor]]:
+        with self._stepped:
+            if not self._stepped.wait_for(lambda: self.num_steps >= num_steps or self.closed is not None, self.ranks.timeout_s):
+                raise RankError(f"rank {self.ranks.rank} is at step {self.num_steps}, and was asked for weights of step {num_steps}")
+        wanted = self.units[unit]
+        with self.manager.pin(wanted.record, Place.HOST, self._stepped) as shard:
+            owned = wanted.partition.pieces[self.ranks.rank]
+            yield [shard.raw[p.shard_offset : p.shard_offset + p.nbytes] for p in owned]
+
+    def slots(self, unit: int) -> list[torch.Tensor]:
+        return self._sums.slots(unit)
+
+    def received(self, source: int, unit: int, number: int, pieces: list[torch.Tensor]) -> None:
+        self._sums.received(source, unit, number, pieces)
+
+    def failed(self, error: RankError) -> None:
+        self._sums.failed(error)
+
+    @property
+    def _sums(self) -> GradientSums:
+        if self.sums is None:
+            raise RuntimeError("one rank has no sums")
+        return self.sums
+
+    def step_ended(self) -> None:
+        """All of this rank's slices are what the step made them."""
+        with self._stepped:
+            self.num_steps += 1
+            self._stepped.notify_all()
+        if self.partitions_weights:
+            for unit in self._attached:  # held by a view, which must show the new weights
+                if isinstance(unit.lease, GatheredLease):
+                    unit.lease.refresh()
+
+    def grad_arrived(self, unit: Unit) -> None:
+        """A parameter's gradient came: when the unit's are all here, they go to the ranks that sum them."""
+        if self.partitions_grads and self.sync and all(h or not s.trained for h, s in zip(unit.has_grad, unit.layout.slots, strict=True)):
+            self._sums.put(unit)
+
+    def send_grads(self, *, but: Unit | None = None) -> None:
+        """Send the gradients of units that got only some."""
+        for unit in self.units:
+            if unit is not but and unit.grads is not None:
+                self._sums.put(unit, keep=self.stage == 0)
+
+    def backward_ended(self) -> None:
+        """No more gradients will come from this backward."""
+        if self.partitions_grads and self.sync:
+            with self.lock, quiet():
+                self.send_grads()
+
+    @contextlib.contextmanager
+    def written_together(self) -> Iterator[None]:
+        """Inside, all ranks write the same weights; each keeps its slices when it ends."""
+        if not self.partitions_weights:
+            yield
+            return
+        before, self.modifying = self.modifying, True
+        try:
+            yield
+            with self.lock:
+                for unit in list(self._attached):
+                    unit.find_writes()
+                    if unit.lease is not None:
+                        unit.lease.publish()
+        finally:
+            self.modifying = before
+        self.ranks.meet("waiting for all ranks to have written weights")
 
     # --- called by units ---
 
@@ -119,8 +219,16 @@ class UnitSet:
         """
         if self.step_place is Place.DEVICE:
             return
-        in_backward = self._grads_coming < self._grads_nbytes
+        in_backward = self._grads_coming < self._grads_nbytes and not self.partitions_grads
         self.manager.mover.headroom = 0 if stepping else self._grads_coming if in_backward else self._largest_grads
+
+    def lease(self, name: str, nbytes: int) -> Lease:
+        """Host memory inside the budget."""
+        try:
+            return self.manager.lease(name, nbytes, self)
+        except BudgetError:
+            self.detach_idle()
+            return self.manager.lease(name, nbytes, self)
 
     def grad_lease(self, unit: Unit) -> Lease | DeviceGrads:
         nbytes = unit.layout.grad_nbytes
@@ -128,10 +236,12 @@ class UnitSet:
             return DeviceGrads(self.manager.device.empty(nbytes))
         name = f"gradients of {unit.name}"
         try:
-            lease = self.manager.lease(name, nbytes, self)
+            lease = self.lease(name, nbytes)
         except BudgetError:
-            self.detach_idle()
-            lease = self.manager.lease(name, nbytes, self)
+            if not self.partitions_grads or not self.sync:
+                raise
+            self.send_grads(but=unit)
+            lease = self.lease(name, nbytes)
         self._grads_coming -= self.manager.arena.block_nbytes(nbytes)
         self.leave_room_for_gradients()
         return lease
@@ -232,7 +342,12 @@ class UnitSet:
             finally:
                 for unit in self.units:
                     unit.abandon()
-                self.closed = reason
+                with self._stepped:
+                    self.closed = reason
+                    self._stepped.notify_all()
+                self.ranks.close(wait=restore)
+                if self.sums is not None:
+                    self.sums.close()
                 if not self.owns_manager and not self.manager.closed:
                     self._remove(self.records)
 
@@ -243,7 +358,10 @@ class UnitSet:
         for unit in self.units:
             unit.restore()
             unit.abandon()
-            self._remove([unit.record])
+            if not self.partitions_weights:
+                self._remove([unit.record])
+        if self.partitions_weights:
+            self.ranks.meet("waiting for all ranks to have their weights back")
 
     def _remove(self, records: Sequence[Record]) -> None:
         for record in records:
@@ -260,7 +378,7 @@ def _grad_hook(unit: Unit, index: int) -> Callable[[Any], None]:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and a.stride() == b.stride()
+    return a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
 
 
 def _laid_out(grad: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
