@@ -11,17 +11,7 @@ from ._schema import SwapioConfig
 
 __all__ = ["PENDING", "PENDING_SILENT", "refuse_pending"]
 
-PENDING: dict[str, Any] = {
-    "world_size": 1,
-    "gradient_accumulation_steps": 1,
-    "gradient_clipping": 0.0,
-    "dataloader_drop_last": False,
-    "scheduler": None,
-    "fp16.enabled": False,
-    "data_types.grad_accum_dtype": None,
-    "csv_monitor.enabled": False,
-    "tensorboard.enabled": False,
-}
+PENDING: dict[str, Any] = {"fp16.enabled": False}
 """Attribute of the config -> the only value that works so far."""
 
 PENDING_SILENT = {"steps_per_print": "not supported yet: nothing is logged"}

@@ -103,7 +103,7 @@ class Engine(nn.Module):
             self.zero.close_windows(depth)  # an interrupt skips the hooks that would
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """What to call `backward()` on instead of `engine.backward(loss)`: the loss over the accumulated micro-batches, times the loss scale."""
+        """What to call `backward()` on instead of `engine.backward(loss)`: the mean over micro-batches, times the loss scale."""
         steps = self.gradient_accumulation_steps()
         scaled = loss / steps if steps > 1 else loss
         return scaled * self._scaler.scale if self._scaler is not None else scaled
@@ -149,8 +149,6 @@ class Engine(nn.Module):
         self._optimizer_step()
         if self._step_applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
-        self.global_steps += 1
-        self.global_samples += self.train_batch_size()
         self._report()
 
     def _optimizer_step(self) -> None:
@@ -178,6 +176,8 @@ class Engine(nn.Module):
                 if self.zero.sums is not None:
                     self.zero.sums.reset()
                 self._backwards = 0
+                self.global_steps += 1
+                self.global_samples += self.train_batch_size()
                 self.zero.step_ended()
             if self._scaler is not None:
                 self._scaler.update(found.bad is not None)
@@ -219,7 +219,7 @@ class Engine(nn.Module):
         """
         if self.zero.stage >= 2 and self.world_size > 1:
             raise UsageError(
-                f"no_sync keeps whole gradients on each rank, ZeRO stage {self.zero.stage} does not; leave it out, or use stage 1"
+                f"no_sync keeps whole gradients on each rank, but ZeRO stage {self.zero.stage} partitions them: use stage 1 or no no_sync"
             )
         yield
 
@@ -320,12 +320,12 @@ class Engine(nn.Module):
 
     def deepspeed_io(self, dataset: Any, batch_size: int | None = None, collate_fn: Any = None, num_workers: int = 0) -> Any:
         """A DataLoader over this rank's share of `dataset`, in batches of `train_micro_batch_size_per_gpu`."""
-        sampler = None
-        if self.world_size > 1 and not isinstance(dataset, torch.utils.data.IterableDataset):
-            sampler = torch.utils.data.DistributedSampler(dataset, self.world_size, self.global_rank)
+        ordered = isinstance(dataset, torch.utils.data.IterableDataset)
+        several = self.world_size > 1 and not ordered
+        sampler: Any = torch.utils.data.DistributedSampler(dataset, self.world_size, self.global_rank) if several else None
         return torch.utils.data.DataLoader(
-            dataset, batch_size=batch_size or self.train_micro_batch_size_per_gpu(), sampler=sampler, collate_fn=collate_fn,
-            num_workers=num_workers, drop_last=bool(self.config.dataloader_drop_last),
+            dataset, batch_size=batch_size or self.train_micro_batch_size_per_gpu(), shuffle=not (several or ordered), sampler=sampler,
+            collate_fn=collate_fn, num_workers=num_workers, drop_last=self.config.dataloader_drop_last,
         )  # fmt: skip
 
     def stats(self) -> dict[str, Any]:

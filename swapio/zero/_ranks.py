@@ -16,7 +16,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ logger = logging.getLogger("swapio")
 _GET, _PUT, _BYE = 1, 2, 3
 _HEADER_NUMEL = 4  # kind, unit, number, tag
 _TAGS_PER_MESSAGE = 16  # a status, then the pieces
+_PUT_TAGS = 1 << 29  # apart from those of answers, which are numbered by who asked
 _FOREVER = datetime.timedelta(days=3650)
 _OPEN: weakref.WeakSet[Ranks] = weakref.WeakSet()
 
@@ -123,8 +124,7 @@ class Ranks:
             for source, pieces in into.items():
                 base = self._tag()
                 status = torch.zeros(1, dtype=torch.int64)
-                works = [dist.irecv(status, source, group=self._data, tag=base)]
-                works += [dist.irecv(p, source, group=self._data, tag=base + 1 + i) for i, p in enumerate(pieces)]
+                works = [self._receive(status, source, base), *(self._receive(p, source, base + 1 + i) for i, p in enumerate(pieces))]
                 dist.send(torch.tensor([_GET, unit, num_steps, base]), source, group=self._control)
                 waits.append((source, status, works))
             for source, status, works in waits:
@@ -139,9 +139,9 @@ class Ranks:
         with self._named(what):
             works = []
             for target, parts in pieces.items():
-                base = self._tag()
+                base = _PUT_TAGS + self._tag()
                 dist.send(torch.tensor([_PUT, unit, number, base]), target, group=self._control)
-                works += [dist.isend(p, target, group=self._data, tag=base + 1 + i) for i, p in enumerate(parts)]
+                works += [self._send(p, target, base + 1 + i) for i, p in enumerate(parts)]
             for work in works:
                 work.wait(self._limit)
 
@@ -167,6 +167,12 @@ class Ranks:
                 for group in self._groups:
                     with contextlib.suppress(RuntimeError):
                         dist.destroy_process_group(group)
+
+    def _send(self, tensor: torch.Tensor, target: int, tag: int) -> dist.Work:
+        return cast(dist.Work, dist.isend(tensor, target, group=self._data, tag=tag))
+
+    def _receive(self, tensor: torch.Tensor, source: int, tag: int) -> dist.Work:
+        return cast(dist.Work, dist.irecv(tensor, source, group=self._data, tag=tag))
 
     def _tag(self) -> int:
         return next(self._tags) % (1 << 24) * _TAGS_PER_MESSAGE
@@ -199,7 +205,7 @@ class Ranks:
                     self._answer(server, source, unit, number, base)
                 else:
                     pieces = server.slots(unit)
-                    works = [dist.irecv(p, source, group=self._data, tag=base + 1 + i) for i, p in enumerate(pieces)]
+                    works = [self._receive(p, source, base + 1 + i) for i, p in enumerate(pieces)]
                     for work in works:
                         work.wait(self._limit)
                     server.received(source, unit, number, pieces)
@@ -217,7 +223,7 @@ class Ranks:
             return
         try:
             dist.send(torch.zeros(1, dtype=torch.int64), source, group=self._data, tag=base)
-            works = [dist.isend(p, source, group=self._data, tag=base + 1 + i) for i, p in enumerate(pieces)]
+            works = [self._send(p, source, base + 1 + i) for i, p in enumerate(pieces)]
             for work in works:
                 work.wait(self._limit)
         finally:

@@ -183,7 +183,6 @@ class ChunkedStep:
         Raises:
             UsageError: a parameter was frozen when the engine was made, and is not any more.
         """
-        zero = self.zero
         for name, param in self._frozen:
             if param.requires_grad:
                 raise UsageError(f"{name!r} was frozen at swapio.initialize and has no optimizer state; initialize again to train it")
@@ -281,10 +280,10 @@ class ChunkedStep:
                     continue
                 begin = unit.layout.segments[piece.segment].grad_offset + 4 * piece.start
                 target = unit.grads.tensor[begin : begin + 4 * (piece.stop - piece.start)]
-                part = (
-                    zero.sums.total(unit)[piece.sum_start : piece.sum_start + piece.stop - piece.start] if rank == zero.ranks.rank else None
-                )
-                host = part if part is not None else torch.empty(piece.stop - piece.start)
+                if rank == zero.ranks.rank:
+                    host = zero.sums.total(unit)[piece.sum_start : piece.sum_start + piece.stop - piece.start]
+                else:
+                    host = torch.empty(piece.stop - piece.start)
                 zero.ranks.broadcast(host, source=rank, what=f"sharing the gradient of {unit.name!r}")
                 target.copy_(host.view(torch.uint8))
 
@@ -331,6 +330,7 @@ def _weights(raw: torch.Tensor, unit: Unit, chunk: _Chunk) -> torch.Tensor:
 def _norm(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Of all parts together, fp32; of one fp32 part exactly as PyTorch computes it."""
     if len(parts) == 1 and (parts[0].dtype is torch.float32 or parts[0].numel() <= _NORM_NUMEL):
-        return torch.linalg.vector_norm(parts[0].float()).cpu()
+        norm: torch.Tensor = torch.linalg.vector_norm(parts[0].float())
+        return norm.cpu()
     squares = [float(torch.linalg.vector_norm(block.float())) ** 2 for part in parts for block in part.split(_NORM_NUMEL)]
     return torch.tensor(sum(squares) ** 0.5, dtype=torch.float32)

@@ -86,12 +86,9 @@ class GradientSums:
         by_rank = {r: [_bytes(host, unit, p) for p in pieces if p.trained] for r, pieces in enumerate(unit.partition.pieces)}
         own = by_rank.pop(self._ranks.rank)
         number, mine.num_put = mine.num_put, mine.num_put + 1
-        self._ranks.put(
-            unit.number,
-            number=self._step * _STEP + number,
-            pieces={r: p for r, p in by_rank.items() if p},
-            what=f"sending the gradient of {unit.name!r}",
-        )
+        pieces = {rank: parts for rank, parts in by_rank.items() if parts}
+        what = f"sending the gradient of {unit.name!r}"
+        self._ranks.put(unit.number, number=self._step * _STEP + number, pieces=pieces, what=what)
         if own:
             self._take(mine, self._ranks.rank, self._step, number, own, borrowed=True)
         unit.contributed = [a or b for a, b in zip(unit.contributed, unit.has_grad, strict=True)]
