@@ -45,7 +45,13 @@ class EngineOptimizer(torch.optim.Optimizer):
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients; `step` does it too."""
+        """Drop all gradients; `step` does it too.
+
+        Raises:
+            UsageError: zeros are wanted: parameters that get no gradient before the next step would be stepped with them.
+        """
+        if not set_to_none:
+            raise UsageError("gradients are dropped by each step and cannot become zeros; call zero_grad(set_to_none=True)")
         self._engine_zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -36,9 +36,9 @@ def managed(
         optimizer: a function from a model to what `swapio.initialize` is given; default: AdamW from the config.
     """
     settings = config(path, params=place[0], state=place[1], device=place[2], **own)
-    settings = with_budget(settings, smallest_budget(model, settings) + extra)
     if optimizer is not None:
         del settings["optimizer"]
+    settings = with_budget(settings, smallest_budget(model, settings, optimizer) + extra)
     given = optimizer(model) if optimizer is not None else None
     with swapio.initialize(model=model, optimizer=given, config=settings)[0] as engine:
         yield engine
