@@ -37,21 +37,22 @@ def left(path: Path) -> list[str]:
     return files + opened + [t.name for t in threading.enumerate() if t.name.startswith("swapio")]
 
 
-@pytest.mark.parametrize(
-    "end", ["closed", pytest.param("deleted", marks=pytest.mark.xfail(strict=True, reason="gradient hooks keep the model and its store"))]
-)
+DELETED = pytest.param("deleted", marks=pytest.mark.xfail(strict=True, reason="gradient hooks keep parameters, units and the store"))
+
+
+@pytest.mark.parametrize("end", ["closed", DELETED])
 def test_twenty_engines_one_after_the_other(tmp_path: Path, end: str, request: pytest.FixtureRequest) -> None:
     process = psutil.Process()
-    models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+    made: list[weakref.ref[Any]] = []
     resident = []
     gc.collect()
     gc.freeze()  # collections need not look at what was there before
     request.addfinalizer(gc.unfreeze)
     for _ in range(20):
-        model = layers(count=2)
-        models.add(model)
+        model = make(layers=2)
+        made += [weakref.ref(thing) for thing in (model, *model.parameters())]
         engine = swapio.initialize(model=model, config=config(tmp_path))[0]
-        train(engine, mean_square, steps=1)
+        train(engine, steps=1)
         if end == "closed":
             engine.close()
         del engine, model
@@ -59,8 +60,8 @@ def test_twenty_engines_one_after_the_other(tmp_path: Path, end: str, request: p
         ctypes.CDLL(None).malloc_trim(0)
         resident.append(process.memory_info().rss)
         assert not left(tmp_path)
-    assert len(models) == 0
-    assert resident[-1] - resident[5] < 1 << 20
+    assert not [each for each in made if each() is not None]
+    assert resident[-1] - resident[5] < 4 << 20, "a quarter of what these engines held"
 
 
 @every_place

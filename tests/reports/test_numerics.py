@@ -343,6 +343,64 @@ def test_what_the_optimizer_cannot_do_is_an_error(tmp_path: Path) -> None:
         check_same(train(engine, mean_square, steps=2), train_plain(layers(), mean_square, steps=2))
 
 
+@pytest.mark.parametrize(
+    "call", ["optimizer", "given", pytest.param("engine", marks=pytest.mark.xfail(strict=True, reason="engine.step() goes round it"))]
+)
+@pytest.mark.parametrize("hooked", ["optimizer", "given"])
+def test_step_hooks_are_run(tmp_path: Path, call: str, hooked: str) -> None:
+    model, seen = layers(), list[str]()
+    given = plain_adamw(model)
+    settings = config(tmp_path)
+    del settings["optimizer"]
+    with swapio.initialize(model=model, optimizer=given, config=settings)[0] as engine:
+        assert engine.optimizer is not None
+        by_name: dict[str, Any] = {"engine": engine, "optimizer": engine.optimizer, "given": given}
+        by_name[hooked].register_step_pre_hook(lambda *_: seen.append("before"))
+        by_name[hooked].register_step_post_hook(lambda *_: seen.append("after"))
+        engine.backward(mean_square(engine, 0))
+        by_name[call].step()
+        assert engine.global_steps == 1
+    assert seen == ["before", "after"]
+
+
+def test_a_scheduler_that_writes_betas(tmp_path: Path) -> None:
+    def scheduler(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=6)
+
+    plain = layers()
+    optimizer = plain_adamw(plain)
+    schedule = scheduler(optimizer)
+    for step in range(5):
+        ordinary(plain, optimizer, step)
+        schedule.step()
+    with swapio.initialize(model=layers(), config=config(tmp_path), lr_scheduler=scheduler)[0] as engine:
+        check_same(([], train(engine, mean_square, steps=5)[1]), ([], values(plain)))
+
+
+@pytest.mark.xfail(strict=True, reason="the first step is taken, and then the scheduler lacks its argument")
+def test_a_scheduler_that_needs_a_measure_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(swapio.ConfigError, match="ReduceLROnPlateau"):
+        swapio.initialize(model=layers(), config=config(tmp_path), lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+@both_devices
+def test_a_gradient_scaler(tmp_path: Path, place: tuple[str, str, str]) -> None:
+    """It reads and divides the gradients and leaves out the step of an infinite one."""
+    scalers: dict[int, Any] = {}
+
+    def run(model: Any, optimizer: Any, step: int) -> None:
+        scaler = scalers.setdefault(id(model), torch.amp.GradScaler("cpu", init_scale=1024.0))
+        scaler.scale(mean_square(model, step) * (float("inf") if step == 2 else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert scaler.get_scale() == (512.0 if step >= 2 else 1024.0)
+
+    both(tmp_path, layers, run, steps=4, place=place)
+
+
 def test_zero_grad_of_the_module(tmp_path: Path) -> None:
     """To zeros, it leaves gradients that are stepped; to None, nothing."""
 
