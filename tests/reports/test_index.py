@@ -17,9 +17,8 @@ FOUND: list[dict[str, Any]] = INDEX.get("found", [])
 def functions_of(path: Path) -> dict[str, bool]:
     """The tests in a file, and whether (some of) each is expected to fail."""
     body = ast.parse(path.read_text(encoding="utf-8")).body
-    named = {
-        t.id for n in body if isinstance(n, ast.Assign) and "xfail" in ast.unparse(n.value) for t in n.targets if isinstance(t, ast.Name)
-    }
+    marks = [n for n in body if isinstance(n, ast.Assign) and "xfail" in ast.unparse(n.value)]
+    named = {target.id for mark in marks for target in mark.targets if isinstance(target, ast.Name)}
 
     def fails(decorator: ast.expr) -> bool:
         return any(isinstance(n, ast.Name) and n.id in named for n in ast.walk(decorator)) or "xfail" in ast.unparse(decorator)
