@@ -335,7 +335,7 @@ def test_forked_workers(tmp_path: Path) -> None:
                 losses.append(loss.item())
                 assert torch.equal(item, rows(index)), epoch
         engine(rows(0))  # now the first layers are away
-        assert ["belongs to the parent" in item for item in loader(Items(engine.module), "fork")] == [True, True]
+        assert ["belongs to the parent" in str(item) for item in loader(Items(engine.module), "fork")] == [True, True]
         got = values(engine.module)
     check_same((losses, got), train_plain(layers(), lambda model, step: mean_square(model, step % 2), steps=4))
 
