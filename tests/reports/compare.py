@@ -24,6 +24,7 @@ PLACES = [
 ]
 """Where weights and optimizer state rest, and the device."""
 every_place = pytest.mark.parametrize("place", PLACES, ids="-".join)
+both_devices = pytest.mark.parametrize("place", [PLACES[2], PLACES[4]], ids="-".join)
 
 
 @contextlib.contextmanager

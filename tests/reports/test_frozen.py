@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import swapio
 from tests.engine.models import check_same, config, train, train_plain, values
 
-from .compare import DIM, PLACES, every_place, layers, managed, mean_square, rows, same_as_pytorch
+from .compare import DIM, PLACES, both_devices, layers, managed, mean_square, rows, same_as_pytorch
 
 RANK = 8
 
@@ -71,7 +71,7 @@ def test_frozen_weights_have_no_state_and_no_gradient(tmp_path: Path) -> None:
             assert (param.grad is None) == ("base" in name)
 
 
-@pytest.mark.parametrize("place", [PLACES[2], PLACES[4]], ids="-".join)
+@both_devices
 def test_frozen_units_are_never_written(tmp_path: Path, place: tuple[str, str, str]) -> None:
     with managed(tmp_path, head_only(), place=place) as engine:
         engine.manager.flush().wait()
@@ -111,7 +111,7 @@ def test_backward_from_a_gradient(tmp_path: Path, reentrant: bool) -> None:
             assert want.grad is None or torch.equal(param.grad, want.grad)  # type: ignore[arg-type]
 
 
-@every_place
+@both_devices
 def test_adapters_are_merged_into_frozen_weights(tmp_path: Path, place: tuple[str, str, str]) -> None:
     """The edit is there at once, in a state_dict, after more training, and after the end."""
 

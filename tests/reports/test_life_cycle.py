@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 import swapio
 from tests.engine.models import GPT, batch, check_same, config, make, train, train_plain, values
 
-from .compare import DIM, PLACES, every_place, layers, managed, mean_square, plain_adamw, rows, same_as_pytorch
+from .compare import DIM, PLACES, both_devices, every_place, layers, managed, mean_square, plain_adamw, rows, same_as_pytorch
 
 
-@pytest.mark.parametrize("place", [PLACES[2], PLACES[4]], ids="-".join)
+@both_devices
 def test_train_evaluate_and_generate_fifty_times(tmp_path: Path, place: tuple[str, str, str]) -> None:
     def look(model: Any, step: int) -> tuple[float, torch.Tensor]:
         model.eval()
@@ -82,7 +82,7 @@ class Experts(nn.Module):
         return out
 
 
-@every_place
+@both_devices
 def test_experts_without_rows(tmp_path: Path, place: tuple[str, str, str]) -> None:
     def make_experts() -> Experts:
         torch.manual_seed(0)
@@ -205,7 +205,7 @@ def test_hooks_of_the_user(tmp_path: Path) -> None:
         assert seen == runs[2][1]
 
 
-@pytest.mark.parametrize("place", [PLACES[2], PLACES[4]], ids="-".join)
+@both_devices
 @pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
 def test_one_module_on_two_inputs(tmp_path: Path, how: str, place: tuple[str, str, str]) -> None:
     def fn(model: Any, step: int) -> torch.Tensor:
@@ -271,7 +271,7 @@ def test_other_models_are_left_alone(tmp_path: Path) -> None:
     same_as_pytorch(tmp_path, hooked, fn)
 
 
-@every_place
+@both_devices
 def test_sub_modules_and_methods_by_themselves(tmp_path: Path, place: tuple[str, str, str]) -> None:
     def fn(model: Any, step: int) -> torch.Tensor:
         ids, targets = batch(step)
@@ -377,7 +377,7 @@ class Odd(nn.Module):
         return self.normed(self.lstm(F.pad(x, (0, 32))[None])[0])
 
 
-@every_place
+@both_devices
 def test_awkward_parameters(tmp_path: Path, place: tuple[str, str, str]) -> None:
     def make_odd() -> nn.Module:
         torch.manual_seed(0)

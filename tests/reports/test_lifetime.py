@@ -27,7 +27,7 @@ from swapio.io import MemoryStorage
 from swapio.testing import FaultyStorage
 from tests.engine.models import batch, check_same, config, make, train, train_plain, values
 
-from .compare import PLACES, every_place, layers, managed, mean_square, plain_adamw, rows
+from .compare import PLACES, both_devices, layers, managed, mean_square, plain_adamw, rows
 
 
 def left(path: Path) -> list[str]:
@@ -64,7 +64,7 @@ def test_twenty_engines_one_after_the_other(tmp_path: Path, end: str, request: p
     assert resident[-1] - resident[5] < 4 << 20, "a quarter of what these engines held"
 
 
-@every_place
+@both_devices
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "none"])
 def test_closing_does_not_depend_on_the_optimizer(tmp_path: Path, optimizer: str, place: tuple[str, str, str]) -> None:
     settings = config(tmp_path, params=place[0], state=place[1], device=place[2], optimizer={"type": optimizer, "params": {"lr": 0.1}})
@@ -211,7 +211,7 @@ class Fails(torch.autograd.Function):
         raise Fails.error
 
 
-@pytest.mark.parametrize("place", [PLACES[2], PLACES[4]], ids="-".join)
+@both_devices
 @pytest.mark.parametrize(
     ("where", "error"),
     [
@@ -276,7 +276,7 @@ def test_a_refused_call_does_not_cost_the_weights(tmp_path: Path) -> None:
     assert all(type(p) is nn.Parameter for p in model.parameters())
 
 
-@every_place
+@both_devices
 def test_conversions_that_change_nothing(tmp_path: Path, place: tuple[str, str, str]) -> None:
     with managed(tmp_path, layers(), place=place) as engine:
         engine.module.float().to("cpu")

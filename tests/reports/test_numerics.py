@@ -16,9 +16,7 @@ import swapio
 from swapio.optim import round_bf16
 from tests.engine.models import check_same, config, train, train_plain, values
 
-from .compare import DIM, PLACES, every_place, layers, managed, mean_square, plain_adamw, rows, same_as_pytorch
-
-both_devices = pytest.mark.parametrize("place", [PLACES[2], PLACES[4]], ids="-".join)
+from .compare import DIM, both_devices, every_place, layers, managed, mean_square, plain_adamw, rows, same_as_pytorch
 
 
 def both(
@@ -198,7 +196,7 @@ class Alternating(nn.Module):
         return out
 
 
-@every_place
+@both_devices
 def test_step_counts_are_each_parameters_own(tmp_path: Path, place: tuple[str, str, str]) -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -259,7 +257,7 @@ class Normed(nn.Module):
         return out
 
 
-@every_place
+@both_devices
 def test_fp32_norms_in_a_16_bit_model(tmp_path: Path, place: tuple[str, str, str]) -> None:
     def make() -> Any:
         torch.manual_seed(0)
@@ -311,7 +309,7 @@ def buffered() -> nn.Sequential:
     return nn.Sequential(Buffered(shared), Buffered(shared))
 
 
-@every_place
+@both_devices
 def test_buffers_change_as_ever(tmp_path: Path, place: tuple[str, str, str]) -> None:
     same_as_pytorch(tmp_path, buffered, mean_square, steps=4, place=place)
 
