@@ -14,7 +14,7 @@ __all__ = ["EngineOptimizer"]
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """Shares the live `param_groups` of the optimizer it stands for, so schedulers made for either one work.
+    """Shares the live `param_groups` and step hooks of the optimizer it stands for, so schedulers and hooks made for either one work.
 
     `step()` and `zero_grad()` are the engine's. The state is in the engine's store, not in `state`.
     """
@@ -22,6 +22,8 @@ class EngineOptimizer(torch.optim.Optimizer):
     def __init__(self, inner: torch.optim.Optimizer, *, step: Callable[[], None], zero_grad: Callable[[], None]) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self.param_groups = inner.param_groups
+        self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
         self._engine_step = step
         self._engine_zero_grad = zero_grad
         self.inner = inner
@@ -45,7 +47,13 @@ class EngineOptimizer(torch.optim.Optimizer):
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients; `step` does it too."""
+        """Drop all gradients; `step` does it too.
+
+        Raises:
+            UsageError: zeros are wanted: parameters that get no gradient before the next step would be stepped with them.
+        """
+        if not set_to_none:
+            raise UsageError("gradients are dropped by each step and cannot become zeros; call zero_grad(set_to_none=True)")
         self._engine_zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

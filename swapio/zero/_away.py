@@ -12,8 +12,10 @@ alias takes a hash of the bytes; the unit compares before it lets go. A reader (
 from __future__ import annotations
 
 import collections
+import io
 import weakref
 from collections.abc import Callable, Iterable
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -195,6 +197,21 @@ class AwayParameter(_Managed):
         if func in _DIFFERENTIATE:
             return func(*(_edges(a) for a in args), **{k: _edges(v) for k, v in kwargs.items()})
         return _run(func, args, kwargs)
+
+
+def _by_value(param: nn.Parameter) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+    """For another process: PyTorch would share the memory of the plain copy, which is gone before a spawned child opens it."""
+    stream = io.BytesIO()
+    torch.save(_plain_copy(param), stream)
+    return _from_value, (stream.getvalue(),)
+
+
+def _from_value(value: bytes) -> Any:
+    return torch.load(io.BytesIO(value))
+
+
+for _class in (AwayParameter, WindowParameter):
+    ForkingPickler.register(_class, _by_value)
 
 
 def _grad_access(func: Any, args: Any) -> Any:

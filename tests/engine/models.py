@@ -95,10 +95,12 @@ def with_budget(settings: dict[str, Any], nbytes: int) -> dict[str, Any]:
     return settings
 
 
-def smallest_budget(model: nn.Module, settings: dict[str, Any]) -> int:
-    """What the engine says it needs when it is given too little."""
+def smallest_budget(model: nn.Module, settings: dict[str, Any], optimizer: Any = None) -> int:
+    """What the engine says it needs when it is given too little. `optimizer` makes one from a model."""
+    model = copy.deepcopy(model)
+    given = optimizer(model) if optimizer is not None else None
     try:
-        swapio.initialize(model=copy.deepcopy(model), config=with_budget(settings, 4096))
+        swapio.initialize(model=model, optimizer=given, config=with_budget(settings, 4096))
     except swapio.BudgetError as error:
         assert error.works_nbytes is not None
         return error.works_nbytes
