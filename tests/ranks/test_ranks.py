@@ -61,3 +61,65 @@ def test_all_offload_pairs_give_the_same_bits(tmp_path: Path, stage: int) -> Non
     for rank in range(2):
         for result in results[rank][1:]:
             same(results[rank][0], result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_branches_at_random_for_two_hundred_steps(tmp_path: Path, stage: int) -> None:
+    results = launch.run("train_branches", 3, str(tmp_path), stage, 200)
+    losses, weights = work.plain_branches(3, 200)
+    for rank in range(3):
+        assert results[rank][0] == pytest.approx(losses[rank], rel=2e-2)
+        for name, want in weights.items():
+            assert torch.equal(results[rank][1][name], results[0][1][name])
+            assert torch.allclose(results[rank][1][name], want, atol=2e-3), name
+    torch.manual_seed(0)
+    assert torch.equal(results[0][1]["blocks.4.0.weight"], work.Branches().blocks[4][0].weight)  # used by nobody: no decay either
+
+
+@pytest.mark.slow
+def test_stages_agree_on_branches(tmp_path: Path) -> None:
+    results = [launch.run("train_branches", 2, str(tmp_path), stage, 20) for stage in range(4)]
+    for result in results[1:]:
+        for rank in range(2):
+            assert result[rank][0] == results[0][rank][0]
+            assert all(torch.equal(result[rank][1][k], v) for k, v in results[0][rank][1].items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["backward", "step"])
+def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path: Path, when: str) -> None:
+    results = launch.run("die", 3, str(tmp_path), when, may_die=True)
+    assert results[1] is None
+    for rank in (0, 2):
+        kind, message, seconds = results[rank]
+        assert kind == "RankError"
+        assert "another rank died" in message or "has not come" in message or "another rank" in message
+        assert seconds < 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_smallest_budget_is_kept(tmp_path: Path, stage: int) -> None:
+    results = launch.run("smallest_budget", 2, str(tmp_path), stage)
+    for needed, _, peak in results:
+        assert peak <= needed
+    plain, _ = work.plain_branches(2, 5)
+    for rank in range(2):
+        assert results[rank][1] == pytest.approx(plain[rank], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_dropped_gradients_leave_nothing(tmp_path: Path) -> None:
+    losses, _ = work.plain_branches(2, 6)
+    for stage in (1, 3):
+        results = launch.run("drop_and_go_on", 2, str(tmp_path), stage)
+        for rank in range(2):
+            assert results[rank] == pytest.approx(losses[rank], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_write_to_a_slice_is_an_error(tmp_path: Path) -> None:
+    assert launch.run("writes", 2, str(tmp_path), 1) == ["", ""]
+    for message in launch.run("writes", 2, str(tmp_path), 3):
+        assert "GatheredParameters" in message
