@@ -4,6 +4,7 @@ from ._batch import batch_triple
 from ._docs import config_markdown, config_table
 from ._keys import KEYS, Key, Kind
 from ._load import load_config, scheduler_params
+from ._params import REFUSED_OPTIMIZERS
 from ._schema import (
     ActivationCheckpointingConfig,
     AioConfig,
@@ -21,6 +22,7 @@ from ._schema import (
 
 __all__ = [
     "KEYS",
+    "REFUSED_OPTIMIZERS",
     "ActivationCheckpointingConfig",
     "AioConfig",
     "Bf16Config",

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from ._params import SCHEDULERS, AdamParams, SgdParams
+from ._params import OPTIMIZERS, SCHEDULERS
 from ._schema import SwapioConfig
 
 __all__ = ["DEPRECATED", "KEYS", "ROWS", "SECTIONS", "Key", "Kind", "is_off"]
@@ -157,6 +157,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "sequence_parallel_size": ((1,), "sequences are not cut"),
     "bf16.check_grad_overflow": ((True,), "a step with a gradient that is not finite never reaches 16-bit weights"),
     "optimizer.params.bias_correction": ((True,), "the bias is always corrected"),
+    "optimizer.params.initial_accumulator_value": ((0,), "state starts as zeros"),
     "optimizer.params.max_grad_norm": ((0,), "use the top-level gradient_clipping"),
     "zero_optimization.zenflow": ((), "its updates lag behind; here every step is exact"),
     "zero_optimization.zero_quantized_weights": ((False,), _EXACT),
@@ -189,7 +190,7 @@ DEPRECATED: dict[str, tuple[str, dict[bool, Any] | None]] = {
 
 
 _PARAMS: dict[str, tuple[type[BaseModel], ...]] = {
-    "optimizer.params": (SgdParams, AdamParams),
+    "optimizer.params": tuple(model for _, model in reversed(OPTIMIZERS.values())),
     "scheduler.params": tuple(model for _, model in reversed(SCHEDULERS.values())),
 }
 """What depends on a type; of two with one name the last is the row of the table."""

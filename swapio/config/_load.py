@@ -15,7 +15,7 @@ import pydantic
 from ..errors import ConfigError
 from ._batch import BATCH_KEYS, batch_sources, batch_triple
 from ._keys import DEPRECATED, KEYS, SECTIONS, Kind, is_off
-from ._params import OPTIMIZERS, SCHEDULERS
+from ._params import OPTIMIZERS, REFUSED_OPTIMIZERS, SCHEDULERS
 from ._pending import PENDING, PENDING_SILENT, refuse_pending
 from ._schema import SwapioConfig
 
@@ -222,7 +222,10 @@ class _Loading:
         named = section.get("type", "")
         if not isinstance(named, str) or named.lower() not in OPTIMIZERS:
             why = f"{named!r} is not supported yet, or no update that treats each element alone" if named else "missing"
-            raise ConfigError(f'optimizer.type: {why}; use "AdamW", "Adam" or "SGD"', key="optimizer.type", value=named)
+            if reason := REFUSED_OPTIMIZERS.get(str(named).lower()):
+                why = f"{named!r} is not supported: {reason}"
+            known = ", ".join(f'"{name}"' for name, _ in OPTIMIZERS.values())
+            raise ConfigError(f"optimizer.type: {why}; use one of {known}", key="optimizer.type", value=named)
         kind, model = OPTIMIZERS[named.lower()]
         params = _validate(model, section.get("params", {}), "optimizer.params.").model_dump()
         coupled = params.pop("adam_w_mode", True) is False

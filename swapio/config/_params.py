@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-__all__ = ["OPTIMIZERS", "SCHEDULERS", "AdamParams", "Section", "SgdParams"]
+__all__ = ["OPTIMIZERS", "REFUSED_OPTIMIZERS", "SCHEDULERS", "Section"]
 
 
 def _pair(value: Any) -> Any:
@@ -34,35 +34,74 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class AdamParams(Section):
-    """`optimizer.params` of AdamW and Adam."""
-
-    lr: Rate = Field(default=1e-3, description="learning rate")
-    betas: Annotated[tuple[Beta, Beta], BeforeValidator(_pair)] = Field(default=(0.9, 0.999), description="decay of the two moments")
-    eps: Rate = Field(default=1e-8, description="added to the denominator")
+class _OptimizerParams(Section):
+    lr: Rate = Field(default=1e-3, description="learning rate (Adagrad, RMSprop: 0.01; Adadelta: 1.0; Adamax: 0.002)")
     weight_decay: Rate = Field(default=0.0, description="as in DeepSpeed 0 when not given, for AdamW too (PyTorch: 0.01)")
-    amsgrad: bool = Field(default=False, description="keep the largest second moment")
     maximize: bool = Field(default=False, description="ascend")
+
+
+class _MomentsParams(_OptimizerParams):
+    betas: Annotated[tuple[Beta, Beta], BeforeValidator(_pair)] = Field(default=(0.9, 0.999), description="decay of the two moments")
+    eps: Rate = Field(default=1e-8, description="added to the denominator (Adagrad: 1e-10; Adadelta: 1e-06)")
+
+
+class _AdamParams(_MomentsParams):
+    amsgrad: bool = Field(default=False, description="keep the largest second moment")
     adam_w_mode: bool = Field(default=True, description='type "Adam": true, as in DeepSpeed, makes it AdamW')
 
 
-class SgdParams(Section):
-    """`optimizer.params` of SGD."""
+class _AdamaxParams(_MomentsParams):
+    lr: Rate = 2e-3
 
-    lr: Rate = Field(default=1e-3, description="learning rate")
-    momentum: Rate = Field(default=0.0, description="0 keeps no state")
+
+class _RAdamParams(_MomentsParams):
+    decoupled_weight_decay: bool = Field(default=False, description="RAdam: decay the weights as AdamW does")
+
+
+class _SgdParams(_OptimizerParams):
+    momentum: Rate = Field(default=0.0, description="SGD, RMSprop: 0 keeps no state")
     dampening: float = Field(default=0.0, description="of the momentum")
-    weight_decay: Rate = Field(default=0.0, description="added to the gradient")
     nesterov: bool = Field(default=False, description="Nesterov's momentum")
-    maximize: bool = Field(default=False, description="ascend")
 
 
-OPTIMIZERS: dict[str, tuple[str, type[AdamParams] | type[SgdParams]]] = {
-    "adamw": ("AdamW", AdamParams),
-    "adam": ("Adam", AdamParams),
-    "sgd": ("SGD", SgdParams),
+class _AdagradParams(_OptimizerParams):
+    lr: Rate = 1e-2
+    lr_decay: Rate = Field(default=0.0, description="Adagrad: before update n the rate is divided by 1 + this times n - 1")
+    eps: Rate = 1e-10
+
+
+class _RMSpropParams(_OptimizerParams):
+    lr: Rate = 1e-2
+    alpha: Rate = Field(default=0.99, description="RMSprop: decay of the second moment")
+    eps: Rate = 1e-8
+    momentum: Rate = 0.0
+    centered: bool = Field(default=False, description="RMSprop: divide by the variance instead of the second moment")
+
+
+class _AdadeltaParams(_OptimizerParams):
+    lr: Rate = 1.0
+    rho: Annotated[float, Field(ge=0, le=1)] = Field(default=0.9, description="Adadelta: decay of both averages")
+    eps: Rate = 1e-6
+
+
+OPTIMIZERS: dict[str, tuple[str, type[_OptimizerParams]]] = {
+    "adamw": ("AdamW", _AdamParams),
+    "adam": ("Adam", _AdamParams),
+    "sgd": ("SGD", _SgdParams),
+    "adagrad": ("Adagrad", _AdagradParams),
+    "rmsprop": ("RMSprop", _RMSpropParams),
+    "adadelta": ("Adadelta", _AdadeltaParams),
+    "adamax": ("Adamax", _AdamaxParams),
+    "radam": ("RAdam", _RAdamParams),
 }
-"""By type in lower case: the resolved type, and what `params` may hold."""
+"""By type in lower case: the resolved type, and what `params` may hold, with the defaults of PyTorch but for the decay of AdamW."""
+
+REFUSED_OPTIMIZERS = {
+    "nadam": "it multiplies up one number per parameter from the momenta of all updates, and only state per element is kept",
+    "asgd": "it keeps numbers per parameter from one update to the next, and only state per element is kept",
+    "rprop": "its step sizes do not start as zeros, as state does here",
+}
+"""Those of `torch.optim` that would be asked for, by type in lower case, and why they are not supported."""
 
 
 class _SchedulerParams(Section):

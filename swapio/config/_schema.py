@@ -76,7 +76,10 @@ class OptimizerConfig(Section):
     after loading says so: it is `"AdamW"`, and `"Adam"` only for the coupled one. `params` is complete.
     """
 
-    type: str = Field(description='"AdamW", "Adam" (which is AdamW unless params.adam_w_mode is false), "SGD"; in any case')
+    type: str = Field(
+        description='"AdamW", "Adam" (which is AdamW unless params.adam_w_mode is false), "SGD", "Adagrad", "RMSprop", "Adadelta", '
+        '"Adamax", "RAdam"; in any case'
+    )
     params: dict[str, Any] = Field(default_factory=dict)
 
 

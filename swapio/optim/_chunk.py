@@ -1,4 +1,4 @@
-"""The optimizer step of one chunk of a unit: merge, update, split, in sub-blocks that stay in cache."""
+"""The optimizer step of one chunk of a unit: merge, update, split or round, in sub-blocks that stay in cache."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ class StepRange(NamedTuple):
 class ChunkStepper:
     """Steps chunks one after the other and owns the scratch for it (8 bytes per element of a sub-block, on their device).
 
+    Optimizers without a fused kernel make temporaries of a sub-block besides.
+
     Not thread-safe: it belongs to the thread that computes.
     """
 
@@ -55,9 +57,10 @@ class ChunkStepper:
         gradients are stepped where they are, without copies.
 
         Args:
-            weights: flat slice of the unit, bfloat16 or fp32 `[numel]`.
+            weights: flat slice of the unit, bfloat16, float16 or fp32 `[numel]`. A float16 weight becomes `master.to(torch.float16)`:
+                infinite from 65520 on, while its master goes on.
             grads: `[numel]`, in the dtype of the weights or fp32; never written.
-            views: the state of the chunk.
+            views: the state of the chunk; with float16 weights, its `master` is stepped where it is.
             ranges: ascending and disjoint, cut at multiples of 64 elements (the last may end with the chunk).
             grad_scale: the fp32 gradient is divided by it (loss scaling).
             grad_factor: the fp32 gradient is multiplied by it (clipping), before the division.
@@ -67,29 +70,32 @@ class ChunkStepper:
             UsageError: see `step_range`.
         """
         numel = weights.numel()
-        is_split = weights.dtype == torch.bfloat16
-        if not is_split and weights.dtype != torch.float32:
-            raise ValueError(f"weights must be bfloat16 or float32, got {weights.dtype}")
+        if weights.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise ValueError(f"weights must be bfloat16, float16 or float32, got {weights.dtype}")
         if grads.dtype not in (weights.dtype, torch.float32):
             raise ValueError(f"gradients of {weights.dtype} weights must be of that dtype or float32, got {grads.dtype}")
-        state = [*views.fields.values(), *([] if views.lo is None else [views.lo])]
-        if is_split != (views.lo is not None) or any(tensor.shape != (numel,) for tensor in (weights, grads, *state)):
+        head = {torch.bfloat16: views.lo, torch.float16: views.master}
+        state = [*views.fields.values(), *(tensor for tensor in head.values() if tensor is not None)]
+        fits = all((weights.dtype == dtype) == (tensor is not None) for dtype, tensor in head.items())
+        if not fits or any(tensor.shape != (numel,) for tensor in (weights, grads, *state)):
             raise ValueError(
                 f"the state does not belong to the weights: {numel} weights of {weights.dtype}, {grads.numel()} gradients, state of "
-                f"{[tensor.numel() for tensor in state]} elements, {'with' if views.lo is not None else 'without'} lower halves"
+                f"{[tensor.numel() for tensor in state]} elements, {'with' if views.lo is not None else 'without'} lower halves, "
+                f"{'with' if views.master is not None else 'without'} masters"
             )
         copy_grads = grads.dtype != torch.float32 or grad_scale is not None or grad_factor is not None  # the kernels write unscaled ones
-        in_place = not is_split and not copy_grads
+        in_place = weights.dtype == torch.float32 and not copy_grads and self.spec.fused  # in one pass, with no temporaries
         blocks = list(_blocks(ranges, numel, max(numel, CUT_NUMEL) if in_place else self._block_numel))  # all checked before any is stepped
         for pieces in blocks:
             block = slice(pieces[0].start, pieces[-1].stop)
-            master, grad = weights[block], grads[block]
-            if not in_place:
+            weight, grad = weights[block], grads[block]
+            master = weight if views.master is None else views.master[block]
+            if copy_grads or views.lo is not None:
                 master_scratch, grad_scratch = self._buffers(grad)
                 spare = grad_scratch.view(torch.int32)  # lent to merge and split while no gradient is in it
             if views.lo is not None:
-                hi, lo, master = master, views.lo[block], master_scratch
-                merge_(hi, lo, master, scratch=spare)
+                lo, master = views.lo[block], master_scratch
+                merge_(weight, lo, master, scratch=spare)
             if copy_grads:
                 grad = grad_scratch.copy_(grad)
                 if grad_factor is not None:
@@ -99,7 +105,9 @@ class ChunkStepper:
                 fields = {name: field[start:stop] for name, field in views.fields.items()}
                 step_range(self.spec, group, master=master[part], grad=grad[part], fields=fields, step=step, grad_scale=grad_scale)
             if views.lo is not None:
-                split_(master, hi, lo, scratch=spare)
+                split_(master, weight, lo, scratch=spare)
+            elif views.master is not None:
+                weight.copy_(master)
 
     def _buffers(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Scratch for the master and for the gradient, of the length and on the device of `like`."""

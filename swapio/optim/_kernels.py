@@ -1,12 +1,17 @@
-"""One optimizer update on flat fp32 tensors, by PyTorch's own fused kernels (CPU and CUDA)."""
+"""One optimizer update on flat fp32 tensors, by PyTorch's own kernels and functions (CPU and CUDA)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+from torch.optim.adadelta import adadelta
+from torch.optim.adagrad import adagrad
+from torch.optim.adamax import adamax
+from torch.optim.radam import radam
+from torch.optim.rmsprop import rmsprop
 
 from ..errors import UsageError
 from ._spec import Group, OptimizerSpec, state_fields
@@ -17,6 +22,10 @@ __all__ = ["CUT_NUMEL", "first_nonfinite", "step_range"]
 CUT_NUMEL = 64
 """Flat tensors may be cut at multiples of this many elements without a change of any bit: whole vectors of any CPU, so
 that the kernels' scalar tails, which round differently, stay where they are."""
+
+_FUNCTIONS: dict[str, Callable[..., None]] = {
+    "adadelta": adadelta, "adagrad": adagrad, "adamax": adamax, "radam": radam, "rmsprop": rmsprop,
+}  # fmt: skip
 
 
 @torch.no_grad()
@@ -30,7 +39,9 @@ def step_range(
     step: int,
     grad_scale: float | None = None,
 ) -> None:
-    """Update `master` and `fields` in place, bit-equal to `torch.optim` with `fused=True` on the same flat tensors.
+    """Update `master` and `fields` in place, bit-equal to `torch.optim` on the same flat tensors.
+
+    That is with `fused=True` for AdamW, Adam and SGD, and with `foreach=False`, PyTorch's default on the CPU, for the others.
 
     Args:
         group: the live hyper-parameters; numbers are read now, so a tensor on a GPU waits for it.
@@ -49,27 +60,36 @@ def step_range(
     names = state_fields(spec.kind, group)
     missing = [name for name in names if name not in fields]
     if missing:
+        settings = ", ".join(str(spec.rule.fields[name]) for name in missing)
         raise UsageError(
-            f"a param group now needs the state {missing}, which was not laid out when the engine was made; set "
-            f"{'momentum' if spec.kind == 'sgd' else 'amsgrad'} before that"
+            f"a param group now needs the state {missing}, which was not laid out when the engine was made; set {settings} before that"
         )
     if master.numel() == 0:
         return
     scale = None if grad_scale is None else torch.full((), grad_scale, dtype=torch.float32, device=master.device)
-    state = [[fields[name]] for name in names]
+    state = [[fields[name]] if name in names else [] for name in spec.rule.fields]
+    if not spec.fused:
+        if scale is not None:
+            grad.div_(scale)
+        numbers = {name: group[name] for name in spec.rule.settings if name not in ("lr", "betas", "initial_accumulator_value")}
+        if "betas" in group:
+            numbers["beta1"], numbers["beta2"] = group["betas"]
+        steps = [torch.tensor(step - 1, dtype=torch.float32)]  # the functions count it up
+        _FUNCTIONS[spec.kind]([master], [grad], *state, steps, foreach=False, lr=float(group["lr"]), **numbers)
+        return
     lr, weight_decay, maximize = float(group["lr"]), float(group["weight_decay"]), bool(group["maximize"])
     if spec.kind == "sgd":
         torch._fused_sgd_(
             [master],
             [grad],
-            state[0] if state else [],
+            state[0],
             weight_decay=weight_decay,
             momentum=float(group["momentum"]),
             lr=lr,
             dampening=float(group["dampening"]),
             nesterov=bool(group["nesterov"]),
             maximize=maximize,
-            is_first_step=bool(state) and step == 1,  # the buffer becomes the gradient, without dampening
+            is_first_step=bool(state[0]) and step == 1,  # the buffer becomes the gradient, without dampening
             grad_scale=scale,
         )
         return
@@ -81,7 +101,7 @@ def step_range(
         [grad],
         state[0],
         state[1],
-        state[2] if len(state) == 3 else [],
+        state[2],
         [torch.full((), step, dtype=torch.float32, device=master.device)],
         lr=lr,
         beta1=float(beta1),
@@ -98,12 +118,10 @@ def step_range(
 def first_nonfinite(grads: Tensor) -> int | None:
     """Index of the first infinity or NaN in a flat tensor, `None` when all are finite.
 
-    One read and no temporary when all are finite: neither survives a sum. On a GPU it waits for the result.
+    One read and no temporary when all are finite: the extremes tell, and NaN is both. A sum would do for fp32, but one of
+    float16 overflows soon. On a GPU it waits for the result.
     """
-    if math.isfinite(grads.sum().item()):
+    if grads.numel() == 0 or all(math.isfinite(extreme.item()) for extreme in torch.aminmax(grads)):
         return None
-    for start in range(0, grads.numel(), BLOCK_NUMEL):  # or only the sum overflowed
-        bad = torch.isfinite(grads[start : start + BLOCK_NUMEL]).logical_not_()
-        if bad.any():
-            return start + int(bad.to(torch.uint8).argmax())
-    return None
+    blocks = ((start, grads[start : start + BLOCK_NUMEL].isfinite().logical_not_()) for start in range(0, grads.numel(), BLOCK_NUMEL))
+    return next(start + int(bad.to(torch.uint8).argmax()) for start, bad in blocks if bad.any())

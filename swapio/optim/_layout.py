@@ -1,9 +1,11 @@
 """Where the optimizer state of one chunk of a unit lies in a block of bytes.
 
     bfloat16 weights:  [lo int16 | field fp32 | field fp32 ...]      (the weight itself is the upper half of the master)
+    float16 weights:   [master fp32 | field fp32 | field fp32 ...]   (the weight is the master rounded: float16 is no half of fp32)
     fp32 weights:      [field fp32 | field fp32 ...]                 (the weight is the master)
 
-Each part starts at a multiple of 4096 bytes. The fields start as zeros, so only the head must be stored at first.
+Each part starts at a multiple of 4096 bytes. The fields start as zeros, so only the head must be stored at first; zeros
+in `lo` say that the weight is the master, while a `master` must be stored in any case.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from ..spec import PAGE_NBYTES, round_up
 from ._spec import OptimizerSpec
+from ._split import merge_, split_
 
 __all__ = ["CHUNK_MULTIPLE", "ChunkLayout", "ChunkViews", "chunk_layout"]
 
@@ -24,10 +27,52 @@ CHUNK_MULTIPLE = 2048
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChunkViews:
-    """Tensors over the bytes of one chunk's state: `lo` int16 `[numel]` (`None` for fp32 weights), fields fp32 `[numel]`."""
+    """Tensors over the bytes of one chunk's state, all `[numel]`.
+
+    Attributes:
+        lo: int16, the lower halves of split masters; `None` unless the weights are bfloat16.
+        master: fp32; `None` unless the weights are float16.
+        fields: fp32, by name.
+    """
 
     lo: Tensor | None
+    master: Tensor | None
     fields: dict[str, Tensor]
+
+    @torch.no_grad()
+    def store_master(self, master: Tensor, weights: Tensor, *, start: int) -> None:
+        """Make `master` (fp32 `[n]`, on the device of the chunk) that of the `n` elements from `start` on, and round it into `weights`.
+
+        Args:
+            weights: of the whole chunk, `[numel]`.
+        """
+        part = slice(start, start + master.numel())
+        if self.lo is not None:
+            split_(master, weights[part], self.lo[part])
+            return
+        if self.master is not None:
+            self.master[part].copy_(master)
+        weights[part].copy_(master)
+
+    @torch.no_grad()
+    def read_master(self, master: Tensor, weights: Tensor, *, start: int) -> None:
+        """Fill `master` (fp32 `[n]`) with that of the elements from `start` on: the reverse of `store_master`."""
+        part = slice(start, start + master.numel())
+        if self.lo is not None:
+            merge_(weights[part], self.lo[part], master)
+        else:
+            master.copy_((weights if self.master is None else self.master)[part])
+
+    @torch.no_grad()
+    def adopt_weights(self, weights: Tensor, *, start: int, stop: int) -> None:
+        """Make the weights from `start` to `stop` their own masters, as after a write by someone else. `weights` as in `store_master`."""
+        if self.lo is not None:
+            self.lo[start:stop].zero_()
+        if self.master is not None:
+            self.master[start:stop].copy_(weights[start:stop])
+
+
+_HEADS = {torch.bfloat16: torch.int16, torch.float16: torch.float32, torch.float32: None}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,17 +80,22 @@ class ChunkLayout:
     """The layout for `numel` elements.
 
     Attributes:
-        split: the chunk holds the lower halves of split masters.
+        head: dtype of what lies before the fields: int16 lower halves of split masters, fp32 masters, or nothing.
     """
 
     numel: int
     fields: tuple[str, ...]
-    split: bool
+    head: torch.dtype | None
+
+    @property
+    def split(self) -> bool:
+        """The chunk holds the lower halves of split masters."""
+        return self.head is torch.int16
 
     @property
     def head_nbytes(self) -> int:
         """Bytes before the fields, a multiple of 4096."""
-        return round_up(2 * self.numel, PAGE_NBYTES) if self.split else 0
+        return 0 if self.head is None else round_up(self.head.itemsize * self.numel, PAGE_NBYTES)
 
     @property
     def field_nbytes(self) -> int:
@@ -66,20 +116,22 @@ class ChunkLayout:
         if buffer.dtype != torch.uint8 or buffer.numel() < self.nbytes:
             raise ValueError(f"a chunk of {self.numel} elements needs {self.nbytes} uint8, got {buffer.numel()} of {buffer.dtype}")
         starts = {name: self.head_nbytes + index * self.field_nbytes for index, name in enumerate(self.fields)}
+        head = None if self.head is None else buffer[: self.head.itemsize * self.numel].view(self.head)
         return ChunkViews(
-            lo=buffer[: 2 * self.numel].view(torch.int16) if self.split else None,
+            lo=head if self.split else None,
+            master=None if self.split else head,
             fields={name: buffer[start : start + 4 * self.numel].view(torch.float32) for name, start in starts.items()},
         )
 
 
 def chunk_layout(spec: OptimizerSpec, numel: int, weight_dtype: torch.dtype) -> ChunkLayout:
-    """The layout of the state of `numel` elements (0 or more) whose weights are bfloat16 or fp32.
+    """The layout of the state of `numel` elements (0 or more) whose weights are bfloat16, float16 or fp32.
 
     Raises:
         ValueError: another dtype, or a negative `numel`.
     """
     if numel < 0:
         raise ValueError(f"numel must not be negative, got {numel}")
-    if weight_dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"no layout for weights of {weight_dtype}; bfloat16 and float32 have one")
-    return ChunkLayout(numel, spec.fields, split=weight_dtype == torch.bfloat16)
+    if weight_dtype not in _HEADS:
+        raise ValueError(f"no layout for weights of {weight_dtype}; bfloat16, float16 and float32 have one")
+    return ChunkLayout(numel, spec.fields, _HEADS[weight_dtype])

@@ -6,22 +6,62 @@ import dataclasses
 import difflib
 import types
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..config import REFUSED_OPTIMIZERS
 from ..errors import ConfigError
 
 __all__ = ["Group", "OptimizerSpec", "from_config", "from_torch", "state_fields"]
 
-Kind = Literal["adamw", "adam", "sgd"]
+Kind = Literal["adamw", "adam", "sgd", "adagrad", "rmsprop", "adadelta", "adamax", "radam"]
 Group = Mapping[str, Any]
 """Hyper-parameters of one param group, by PyTorch's names; `optimizer.param_groups[i]` is one."""
 
-_CLASSES: dict[Kind, type[torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
-_ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay")
-_SGD = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+
+class Rule(NamedTuple):
+    """How one kind of optimizer looks in PyTorch.
+
+    Attributes:
+        torch_class: the optimizer.
+        settings: names of the hyper-parameters of a group.
+        fields: names of the state tensors, in the order in which PyTorch's function takes them; with each the setting
+            that it needs to be on, if any.
+    """
+
+    torch_class: type[torch.optim.Optimizer]
+    settings: tuple[str, ...]
+    fields: dict[str, str | None]
+
+
+_ADAM = ("lr", "betas", "eps", "weight_decay", "maximize")
+_MOMENTS: dict[str, str | None] = {"exp_avg": None, "exp_avg_sq": None}
+_AMSGRAD = _MOMENTS | {"max_exp_avg_sq": "amsgrad"}
+_RULES: dict[Kind, Rule] = {
+    "adamw": Rule(torch.optim.AdamW, (*_ADAM, "amsgrad"), _AMSGRAD),
+    "adam": Rule(torch.optim.Adam, (*_ADAM, "amsgrad", "decoupled_weight_decay"), _AMSGRAD),
+    "sgd": Rule(
+        torch.optim.SGD, ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"), {"momentum_buffer": "momentum"}
+    ),
+    "adagrad": Rule(
+        torch.optim.Adagrad, ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "maximize"), {"sum": None}
+    ),
+    "rmsprop": Rule(
+        torch.optim.RMSprop, ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize"),
+        {"square_avg": None, "grad_avg": "centered", "momentum_buffer": "momentum"},
+    ),
+    "adadelta": Rule(torch.optim.Adadelta, ("lr", "rho", "eps", "weight_decay", "maximize"), {"square_avg": None, "acc_delta": None}),
+    "adamax": Rule(torch.optim.Adamax, _ADAM, {"exp_avg": None, "exp_inf": None}),
+    "radam": Rule(torch.optim.RAdam, (*_ADAM, "decoupled_weight_decay"), _MOMENTS),
+}  # fmt: skip
+_NAMES = ", ".join(rule.torch_class.__name__ for rule in _RULES.values())
+_OFF = {
+    "capturable": "the step is not captured in a CUDA graph",
+    "differentiable": "no graph of the step is kept",
+    "initial_accumulator_value": "state starts as zeros",
+}
 # They choose among implementations of the same update; swapio has its own.
 _NO_EFFECT = ("foreach", "fused", "torch_adam")
 
@@ -43,37 +83,49 @@ class OptimizerSpec:
     fields: tuple[str, ...]
 
     @property
+    def rule(self) -> Rule:
+        """What PyTorch's optimizer of this kind has."""
+        return _RULES[self.kind]
+
+    @property
     def torch_class(self) -> type[torch.optim.Optimizer]:
         """The optimizer that this spec steps like: `torch_class(params, **groups[0])` makes one."""
-        return _CLASSES[self.kind]
+        return self.rule.torch_class
+
+    @property
+    def fused(self) -> bool:
+        """PyTorch's fused kernel steps it, without temporaries; else its function for one tensor does (`foreach=False`)."""
+        return self.kind in ("adamw", "adam", "sgd")
 
 
 def state_fields(kind: Kind, group: Group) -> tuple[str, ...]:
     """Names of the state tensors that one group needs."""
-    if kind == "sgd":
-        return ("momentum_buffer",) if group["momentum"] != 0 else ()
-    return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
+    return tuple(name for name, setting in _RULES[kind].fields.items() if setting is None or group[setting])
 
 
 def from_torch(optimizer: torch.optim.Optimizer) -> tuple[OptimizerSpec, dict[Tensor, int]]:
-    """The spec of a fresh `torch.optim.AdamW`, `Adam` or `SGD`, and the group index of each of its parameters.
+    """The spec of a fresh optimizer of `torch.optim`, and the group index of each of its parameters.
 
-    `foreach` and `fused` have no effect here. A learning rate may be a tensor of one element: it is read at each step.
+    It may be AdamW, Adam, SGD, Adagrad, RMSprop, Adadelta, Adamax or RAdam. `foreach` and `fused` have no effect here. A
+    learning rate may be a tensor of one element: it is read at each step.
 
     Raises:
-        ConfigError: another optimizer or a subclass, `capturable`, `differentiable`, or an optimizer that has stepped.
+        ConfigError: another optimizer or a subclass, `capturable`, `differentiable`, a state that would not start as zeros,
+            or an optimizer that has stepped.
     """
-    kind = next((kind for kind, known in _CLASSES.items() if type(optimizer) is known), None)
+    kind = next((kind for kind, rule in _RULES.items() if type(optimizer) is rule.torch_class), None)
     if kind is None:
         name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        why = "a subclass may change the update" if isinstance(optimizer, tuple(_CLASSES.values())) else "its update is not known here"
+        why = REFUSED_OPTIMIZERS.get(type(optimizer).__name__.lower(), "its update is not known here")
+        if isinstance(optimizer, tuple(rule.torch_class for rule in _RULES.values())):
+            why = "a subclass may change the update"
         raise ConfigError(
             f"optimizer: {name} is not supported: {why}. The state is stepped in slices of flat tensors, which is exact only for "
-            "updates that treat each element alone; use torch.optim.AdamW, Adam or SGD themselves",
+            f"updates that treat each element alone; use one of torch.optim itself: {_NAMES}",
             key="optimizer",
             value=optimizer,
         )
-    if any(optimizer.state.values()):
+    if any(state.get("step", 1) for state in optimizer.state.values() if state):  # Adagrad has made its state already
         raise ConfigError(
             f"optimizer: this {type(optimizer).__name__} has stepped before, and taking over its state is not supported yet; "
             "make a new one from the same parameters",
@@ -81,17 +133,17 @@ def from_torch(optimizer: torch.optim.Optimizer) -> tuple[OptimizerSpec, dict[Te
             value=optimizer,
         )
     for index, group in enumerate(optimizer.param_groups):
-        for key, why in (("capturable", "the step is not captured in a CUDA graph"), ("differentiable", "no graph of the step is kept")):
-            if group.get(key):
+        for key, why in _OFF.items():
+            value = group.get(key)
+            if value:
                 dotted = f"optimizer.param_groups[{index}].{key}"
-                raise ConfigError(f"{dotted}: True is not supported: {why}; use {key}=False", key=dotted, value=True)
-    names = _SGD if kind == "sgd" else _ADAM[:-1] if kind == "adamw" else _ADAM
+                raise ConfigError(f"{dotted}: {value} is not supported: {why}; use {key}={type(value)()}", key=dotted, value=value)
     groups = tuple(
-        types.MappingProxyType({name: _plain(group[name]) for name in names if name in group}) for group in optimizer.param_groups
+        types.MappingProxyType({name: _plain(group[name]) for name in _RULES[kind].settings}) for group in optimizer.param_groups
     )
-    needed = max((state_fields(kind, group) for group in groups), key=len)  # each is a prefix of the longest
+    needed = {name for group in groups for name in state_fields(kind, group)}
     return (
-        OptimizerSpec(kind, groups, needed),
+        OptimizerSpec(kind, groups, tuple(name for name in _RULES[kind].fields if name in needed)),
         {parameter: index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]},
     )
 
@@ -100,24 +152,22 @@ def from_config(type_name: str, params: Mapping[str, Any]) -> OptimizerSpec:
     """The spec, with one group, of the section `optimizer` of a config in DeepSpeed's format.
 
     As there: names in any case; `Adam` means decoupled weight decay unless `adam_w_mode` is false; `weight_decay`
-    is 0 when not given, for `AdamW` too (PyTorch: 0.01); a value `"auto"` counts as not given.
+    is 0 when not given, for `AdamW` too (PyTorch: 0.01); other defaults are PyTorch's; a value `"auto"` counts as not given.
 
     Raises:
         ConfigError: unknown type or key, or a value that PyTorch refuses; with the dotted path.
     """
     given = {key: value for key, value in params.items() if not (isinstance(value, str) and value == "auto")}
-    kind = next((kind for kind in _CLASSES if kind == type_name.lower()), None)
+    kind = next((kind for kind in _RULES if kind == type_name.lower()), None)
     if kind is None:
+        why = REFUSED_OPTIMIZERS.get(type_name.lower(), "only updates that treat each element alone are exact when stepped in slices")
         raise ConfigError(
-            f"optimizer.type: {type_name!r} is not supported: only updates that treat each element alone are exact when the state is "
-            'stepped in slices; use "AdamW", "Adam" or "SGD"',
+            f"optimizer.type: {type_name!r} is not supported: {why}; use one of {_NAMES}",
             key="optimizer.type",
             value=type_name,
         )
-    options = dict.fromkeys(_NO_EFFECT)
-    if kind != "sgd":
-        options.update(bias_correction=None, adam_w_mode=None)
-    known = [*(_SGD if kind == "sgd" else _ADAM[:-1]), *options]
+    options = [*_NO_EFFECT, *(("bias_correction", "adam_w_mode") if kind in ("adamw", "adam") else ())]
+    known = [*_RULES["adamw" if kind == "adam" else kind].settings, *options]
     for key, value in given.items():
         if key not in known:
             dotted = f"optimizer.params.{key}"
@@ -134,9 +184,10 @@ def from_config(type_name: str, params: Mapping[str, Any]) -> OptimizerSpec:
         kind = "adamw"
     kwargs = {"weight_decay": 0.0, **{key: value for key, value in given.items() if key not in options}}
     try:
-        return from_torch(_CLASSES[kind]([torch.zeros(1)], **kwargs))[0]
+        optimizer = _RULES[kind].torch_class([torch.zeros(1)], **kwargs)
     except (TypeError, ValueError, IndexError) as error:
         raise ConfigError(f"optimizer.params: {error}", key="optimizer.params", value=dict(params)) from error
+    return from_torch(optimizer)[0]
 
 
 def _plain(value: Any) -> Any:

@@ -9,7 +9,7 @@ import pytest
 
 from swapio.config import KEYS, Key, Kind, config_markdown, config_table, load_config
 from swapio.config._keys import DEPRECATED, ROWS, SECTIONS
-from swapio.config._params import SCHEDULERS
+from swapio.config._params import OPTIMIZERS, SCHEDULERS
 from swapio.errors import ConfigError
 
 
@@ -17,8 +17,8 @@ def nested(key: str, value: Any) -> dict[str, Any]:
     for name in reversed(key.split(".")):
         value = {name: value}
     if key.startswith("optimizer."):
-        sgd = key.endswith(("momentum", "nesterov", "dampening"))
-        value["optimizer"].setdefault("type", "SGD" if sgd else "AdamW")
+        kinds = [kind for kind, model in OPTIMIZERS.values() if key.rpartition(".")[2] in model.model_fields]
+        value["optimizer"].setdefault("type", next(iter(kinds), "AdamW"))
     if key.startswith("scheduler.params."):
         name = key.rpartition(".")[2]
         kind, model = next(((kind, model) for kind, model in SCHEDULERS.values() if name in model.model_fields), SCHEDULERS["warmuplr"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pydantic
 import pytest
+import torch
 
 from swapio.config import load_config
 from swapio.errors import ConfigError, SwapioError
@@ -302,6 +303,21 @@ def test_sgd() -> None:
     assert loaded.sources["optimizer.params.nesterov"] == "default"
 
 
+@pytest.mark.parametrize("name", ["Adagrad", "RMSprop", "Adadelta", "Adamax", "RAdam"])
+def test_types_with_the_defaults_of_pytorch(name: str) -> None:
+    loaded = load_config({"optimizer": {"type": name.upper()}})
+    assert loaded.optimizer is not None
+    assert loaded.optimizer.type == name
+    defaults = getattr(torch.optim, name)([torch.zeros(1)]).defaults
+    assert loaded.optimizer.params == {key: defaults[key] for key in loaded.optimizer.params}
+    assert set(defaults) - set(loaded.optimizer.params) <= {
+        "initial_accumulator_value", "foreach", "fused", "capturable", "differentiable",
+    }  # fmt: skip
+    given = load_config({"optimizer": {"type": name, "params": {"lr": 0.5, "foreach": True}}}).optimizer
+    assert given is not None
+    assert given.params == loaded.optimizer.params | {"lr": 0.5}
+
+
 @pytest.mark.parametrize(
     ("optimizer", "key", "says"),
     [
@@ -312,14 +328,21 @@ def test_sgd() -> None:
         ({"type": 3}, "optimizer.type", "3"),
         ({"type": "AdamW", "params": {"weight_deacy": 0.1}}, "optimizer.params.weight_deacy", "'optimizer.params.weight_decay'"),
         ({"type": "AdamW", "params": {"learning_rate": 0.1}}, "optimizer.params.learning_rate", "did you mean 'optimizer.params.lr'"),
-        ({"type": "AdamW", "params": {"momentum": 0.9}}, "optimizer.params.momentum", "it has lr, betas"),
-        ({"type": "SGD", "params": {"betas": [0.9, 0.9]}}, "optimizer.params.betas", "it has lr, momentum"),
+        ({"type": "AdamW", "params": {"momentum": 0.9}}, "optimizer.params.momentum", "it has lr, weight_decay, maximize, betas"),
+        ({"type": "SGD", "params": {"betas": [0.9, 0.9]}}, "optimizer.params.betas", "it has lr, .*, momentum"),
         ({"type": "AdamW", "params": {"lr": "1e-3"}}, "optimizer.params.lr", "'1e-3'"),
         ({"type": "AdamW", "params": {"lr": -1.0}}, "optimizer.params.lr", "-1.0"),
         ({"type": "AdamW", "params": {"betas": [0.9]}}, "optimizer.params.betas", "required"),
         ({"type": "AdamW", "params": {"betas": [0.9, 1.0]}}, "optimizer.params.betas", "less than 1"),
         ({"type": "AdamW", "params": {"max_grad_norm": 1.0}}, "optimizer.params.max_grad_norm", "gradient_clipping"),
         ({"type": "AdamW", "params": {"bias_correction": False}}, "optimizer.params.bias_correction", "use true"),
+        (
+            {"type": "Adagrad", "params": {"initial_accumulator_value": 0.1}},
+            "optimizer.params.initial_accumulator_value",
+            "starts as zeros",
+        ),
+        ({"type": "RMSprop", "params": {"betas": [0.9, 0.9]}}, "optimizer.params.betas", "it has lr, .*, alpha, eps, momentum, centered"),
+        ({"type": "NAdam"}, "optimizer.type", "'NAdam' is not supported: it multiplies up"),
         ({"type": "AdamW", "params": [1]}, "optimizer.params", "no section"),
     ],
 )

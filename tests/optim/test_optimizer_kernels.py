@@ -15,7 +15,20 @@ OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.SGD, {"lr": 0.1}),
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}),
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}),
+    (torch.optim.Adagrad, {"lr": 0.1}),
+    (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1, "eps": 1e-3, "maximize": True}),
+    (torch.optim.RMSprop, {"lr": 0.01}),
+    (torch.optim.RMSprop, {"lr": 0.01, "alpha": 0.9, "centered": True, "eps": 1e-3, "maximize": True}),
+    (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}),
+    (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
+    (torch.optim.Adadelta, {"lr": 0.9}),
+    (torch.optim.Adadelta, {"lr": 1.0, "rho": 0.8, "eps": 1e-3, "weight_decay": 0.1, "maximize": True}),
+    (torch.optim.Adamax, {"lr": 0.01}),
+    (torch.optim.Adamax, {"lr": 0.01, "betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.1, "maximize": True}),
+    (torch.optim.RAdam, {"lr": 0.01, "weight_decay": 0.1}),
+    (torch.optim.RAdam, {"lr": 0.01, "betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.1, "decoupled_weight_decay": True}),
 ]
+FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 
 
 @pytest.mark.parametrize(("make", "options"), OPTIMIZERS)
@@ -26,16 +39,20 @@ def test_same_bits_as_torch_when_cut(
 ) -> None:
     generator = torch.Generator().manual_seed(numel)
     parameter = torch.nn.Parameter(torch.randn(numel, generator=generator))
-    optimizer = make([parameter], fused=True, **options)  # type: ignore[call-arg]
+    implementation: dict[str, Any] = {"fused": True} if make in FUSED else {"foreach": False}
+    optimizer = make([parameter], **implementation, **options)
     spec, _ = from_torch(optimizer)
+    assert spec.fused == (make in FUSED)
     master = parameter.detach().clone()
     fields = {name: torch.zeros(numel) for name in spec.fields}
     group = optimizer.param_groups[0]
-    for step in range(1, 6):
+    for step in range(1, 9):  # RAdam is another one from the sixth on
         group["lr"] *= 0.9  # a scheduler
         grad = torch.randn(numel, generator=generator)
         parameter.grad = grad.clone()
-        if grad_scale is not None:
+        if grad_scale is not None and not spec.fused:
+            parameter.grad.div_(grad_scale)
+        elif grad_scale is not None:
             optimizer.grad_scale = torch.tensor(grad_scale)  # type: ignore[attr-defined]
         optimizer.step()
         cuts = sorted({0, 64 % numel, 64 * (numel // 150), numel})
@@ -89,6 +106,9 @@ def test_misuse() -> None:
     one = torch.zeros(64)
     with pytest.raises(UsageError, match=r"momentum_buffer.*set momentum before"):
         step_range(spec, {**spec.groups[0], "momentum": 0.9}, master=one, grad=one, fields={}, step=2)
+    spec, _ = from_torch(torch.optim.RMSprop([torch.zeros(1)]))
+    with pytest.raises(UsageError, match=r"grad_avg.*momentum_buffer.*set centered, momentum before"):
+        step_range(spec, {**spec.groups[0], "momentum": 0.9, "centered": True}, master=one, grad=one, fields={"square_avg": one}, step=2)
     with pytest.raises(ValueError, match="from 1"):
         step_range(spec, spec.groups[0], master=one, grad=one, fields={}, step=0)
 
@@ -99,7 +119,7 @@ def test_first_nonfinite(dtype: torch.dtype, numel: int) -> None:
     grads = torch.ones(numel, dtype=dtype)
     assert first_nonfinite(grads) is None
     assert first_nonfinite(grads[:0]) is None
-    grads.fill_(torch.finfo(dtype).max)  # only the sum is infinite
+    grads.fill_(torch.finfo(dtype).max)  # their sum is infinite
     assert first_nonfinite(grads) is None
     for bad in (torch.inf, -torch.inf, torch.nan):
         grads[-1] = bad
