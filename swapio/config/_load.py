@@ -16,7 +16,6 @@ from ..errors import ConfigError
 from ._batch import BATCH_KEYS, batch_sources, batch_triple
 from ._keys import DEPRECATED, KEYS, SECTIONS, Kind, is_off
 from ._params import OPTIMIZERS, REFUSED_OPTIMIZERS, SCHEDULERS
-from ._pending import PENDING, PENDING_SILENT, refuse_pending
 from ._schema import SwapioConfig
 
 __all__ = ["load_config", "scheduler_params"]
@@ -58,7 +57,6 @@ def load_config(
     loading.without_effect(loaded)
     if loaded.fp16.enabled and loaded.bf16.enabled:
         raise ConfigError("fp16.enabled: bf16.enabled is true too; weights have one dtype, leave one out", key="fp16.enabled", value=True)
-    refuse_pending(loaded, PENDING)
     if "gradient_clipping" not in loading.sources:
         loading.notes.append("gradient_clipping is off, since it was not asked for (DeepSpeed's default is 1.0)")
     loaded._ignored.update(loading.ignored)
@@ -210,9 +208,6 @@ class _Loading:
                 for key, value in self.clean.get(name, {}).items():
                     if key != "enabled":
                         self.ignored[f"{name}.{key}"] = (value, f"{name}.enabled is false")
-        for key, why in PENDING_SILENT.items():
-            if key in self.sources:
-                self.ignored[key] = (self.clean[key], why)
 
     def optimizer(self) -> None:
         """Check `optimizer.params` against the type, and complete them."""

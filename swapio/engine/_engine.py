@@ -187,6 +187,10 @@ class Engine(nn.Module):
 
     def _report(self) -> None:
         """Tell the monitor and the log what a step was."""
+        every = self.config.steps_per_print
+        if every and self.global_steps % every == 0 and self.global_rank == 0:
+            loss = f", loss {float(self._loss):.4g}" if self._loss is not None and self._loss.numel() == 1 else ""
+            logger.info("step %d: lr %s%s, %d skipped", self.global_steps, self.get_lr(), loss, self.skipped_steps)
         if not self.monitor.enabled:
             return
         events = [("Train/Samples/lr", rate, self.global_samples) for rate in self.get_lr()[:1]]

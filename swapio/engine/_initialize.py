@@ -196,7 +196,7 @@ def _engine(
             "%d parameters require a gradient but are in no param group (%s ...): theirs is dropped", len(untrained), untrained[0]
         )
     specs = find_units(model, settings.swapio.units)
-    bf16 = settings.bf16.enabled
+    dtype = torch.bfloat16 if settings.bf16.enabled else torch.float16 if settings.fp16.enabled else None
     stage = offload.stage
     ranks = Ranks(timeout_s=settings.swapio.timeout_s)
     undo.callback(ranks.close, wait=False)
@@ -205,7 +205,7 @@ def _engine(
     # sums of several gradients are kept in fp32: here for micro-batches, at stage 0 for those of the ranks too
     sums_here = settings.gradient_accumulation_steps > 1 if ranks.alone or stage < 2 else False
     grad_dtype = torch.float32 if sums_here or not (ranks.alone or stage) else None
-    layouts = [_layout(u, groups, bf16, grad_dtype) for u in specs]
+    layouts = [_layout(u, groups, dtype, grad_dtype) for u in specs]
     need = host_need(
         layouts, spec, block_nbytes=manager.arena.block_nbytes, chunk_numel=CHUNK_NUMEL,
         param_home=param_home, state_home=state_home, step_place=step_place, has_device=manager.device.has_memory,
@@ -241,7 +241,7 @@ def _engine(
     device = manager.device.torch_device
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device, _target_dtype(buffer, bf16))
+            module._buffers[name] = buffer.to(device, _target_dtype(buffer, dtype))
     for note in settings.notes:
         logger.info("%s", note)
     weights = sum(layout.nbytes for layout in layouts)
@@ -270,8 +270,8 @@ def _return_free_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _target_dtype(tensor: torch.Tensor, bf16: bool) -> torch.dtype:
-    return torch.bfloat16 if bf16 and tensor.is_floating_point() else tensor.dtype
+def _target_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 def _same_values(model: nn.Module, ranks: Ranks) -> None:
@@ -284,13 +284,13 @@ def _same_values(model: nn.Module, ranks: Ranks) -> None:
                 tensor.copy_(flat)
 
 
-def _layout(spec: UnitSpec, groups: dict[int, int], bf16: bool, grad_dtype: torch.dtype | None) -> UnitLayout:
+def _layout(spec: UnitSpec, groups: dict[int, int], weights: torch.dtype | None, grad_dtype: torch.dtype | None) -> UnitLayout:
     shown = []
     for name, param in spec.params:
-        dtype = _target_dtype(param, bf16)
-        if id(param) in groups and dtype not in (torch.float32, torch.bfloat16):
+        dtype = _target_dtype(param, weights)
+        if id(param) in groups and dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ConfigError(
-                f"model: {name!r} is {dtype}; only float32 and bfloat16 parameters can be trained, call model.float() or model.bfloat16()",
+                f"model: {name!r} is {dtype}; only float32, bfloat16 and float16 parameters can be trained, call model.float()",
                 key="model",
             )
         shown.append(torch.empty_strided(param.shape, param.stride(), dtype=dtype, device="meta"))
@@ -311,7 +311,7 @@ def _take_over(unit: Unit, stepper: ChunkedStep | None, device: torch.device) ->
             whole = scratch.tensor
         for slot, param in zip(unit.layout.slots, unit.params, strict=True):
             unit.layout_view(whole, slot.index).copy_(param)
-            if stepper is not None and slot.trained and slot.dtype is torch.bfloat16 and param.dtype is not torch.bfloat16:
+            if stepper is not None and slot.trained and slot.dtype is not torch.float32 and param.dtype is not slot.dtype:
                 dense = torch.empty_strided(slot.shape, slot.stride, dtype=torch.float32)
                 masters[slot.index] = param.detach().float() if tuple(param.stride()) == slot.stride else dense.copy_(param)
         if zero.partitions_weights:
@@ -319,7 +319,7 @@ def _take_over(unit: Unit, stepper: ChunkedStep | None, device: torch.device) ->
                 part = whole[piece.offset : piece.offset + piece.nbytes]
                 lease.raw[piece.shard_offset : piece.shard_offset + piece.nbytes].copy_(part)
         del whole
-        if stepper is not None and masters:
+        if stepper is not None and any(s.trained and s.dtype is not torch.float32 for s in unit.layout.slots):
             stepper.store_masters(unit, masters, lease.raw)
         lease.mark_dirty()
     unit.manage()

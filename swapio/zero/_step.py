@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from ..errors import UsageError
-from ..optim import ChunkLayout, ChunkStepper, Group, OptimizerSpec, StepRange, chunk_layout, first_nonfinite, split_
+from ..optim import ChunkLayout, ChunkStepper, Group, OptimizerSpec, StepRange, chunk_layout, first_nonfinite
 from ..swap import Place, Record
 from ._gather import GatheredLease
 from ._layout import ALIGN_NUMEL, Slot, UnitLayout
@@ -103,20 +103,23 @@ class ChunkedStep:
         ]
 
     def store_masters(self, unit: Unit, masters: Mapping[int, torch.Tensor], weights: torch.Tensor) -> None:
-        """Split fp32 masters by parameter index into the weights in the bytes of the unit's record, and the lower halves in its state."""
+        """Store fp32 masters by parameter index: in the state, and rounded in the weights in the bytes of the unit's record.
+
+        The weights of other parameters become their own masters.
+        """
         for chunk in self._chunks[unit]:
-            pieces = [p for p in _pieces(unit, chunk) if p[0] in masters]
-            if not chunk.layout.split or not pieces:
+            known = any(index in masters for index, *_ in _pieces(unit, chunk))
+            if not chunk.layout.head_nbytes or (chunk.layout.split and not known):  # zeros in `lo` say it already
                 continue
             with self.zero.pin(chunk.record, self.zero.step_place) as lease:
-                lo = chunk.layout.views(lease.raw).lo
-                if lo is None:
-                    raise RuntimeError("a split chunk has lower halves")
-                hi = _weights(weights, unit, chunk)
-                for index, begin, end, source in pieces:
-                    flat = masters[index].as_strided((unit.layout.slots[index].span,), (1,))
-                    part = flat[source : source + end - begin].to(lo.device)
-                    split_(part, hi[begin:end], lo[begin:end])
+                views, flat_weights = chunk.layout.views(lease.raw), _weights(weights, unit, chunk)
+                for index, begin, end, source in _pieces(unit, chunk):
+                    if index in masters:
+                        flat = masters[index].as_strided((unit.layout.slots[index].span,), (1,))
+                        part = flat[source : source + end - begin].to(lease.raw.device)
+                        views.store_master(part, flat_weights, start=begin)
+                    else:
+                        views.adopt_weights(flat_weights, start=begin, stop=end)
                 lease.mark_dirty(nbytes=chunk.layout.head_nbytes)
 
     def state_nbytes(self) -> int:
@@ -230,15 +233,14 @@ class ChunkedStep:
         with zero.pin(unit.record, zero.step_place) as weights:
             for chunk in self._chunks[unit]:
                 ranges = list(self._ranges(unit, chunk, groups))
-                stale = [p for p in _pieces(unit, chunk) if p[0] in unit.stale_masters] if chunk.layout.split else []
+                stale = [p for p in _pieces(unit, chunk) if p[0] in unit.stale_masters] if chunk.layout.head_nbytes else []
                 self._used(chunk.record)
                 if not ranges and not stale:
                     continue
                 with zero.pin(chunk.record, zero.step_place) as lease:
                     views = chunk.layout.views(lease.raw)
                     for _, begin, end, _ in stale:
-                        if views.lo is not None:
-                            views.lo[begin:end].zero_()
+                        views.adopt_weights(_weights(weights.raw, unit, chunk), start=begin, stop=end)
                     self._stepper.step(
                         _weights(weights.raw, unit, chunk), self._grads(unit, chunk), views, ranges,
                         grad_scale=None if scale == 1 else scale, grad_factor=None if factor == 1 else factor,

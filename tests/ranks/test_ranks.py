@@ -74,7 +74,9 @@ def test_branches_at_random_for_two_hundred_steps(tmp_path: Path, stage: int) ->
             assert torch.equal(results[rank][1][name], results[0][1][name])
             assert torch.allclose(results[rank][1][name], want, atol=2e-3), name
     torch.manual_seed(0)
-    assert torch.equal(results[0][1]["blocks.4.0.weight"], work.Branches().blocks[4][0].weight)  # used by nobody: no decay either
+    assert torch.equal(
+        results[0][1]["blocks.4.0.weight"], work.Branches().get_parameter("blocks.4.0.weight")
+    )  # used by nobody: no decay either
 
 
 @pytest.mark.slow

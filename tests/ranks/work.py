@@ -117,7 +117,7 @@ def train_branches(rank: int, path: str, stage: int, steps: int) -> tuple[list[f
             loss = engine(*branch(rank, step))
             engine.backward(loss)
             if rank == 0 and step % 50 == 7:  # one rank looks at weights that the others do not need
-                assert torch.isfinite(engine.module.blocks[4][0].weight.sum())
+                assert torch.isfinite(engine.module.get_parameter("blocks.4.0.weight").sum())
             engine.step()
             losses.append(loss.item())
         return losses, {k: v.clone() for k, v in engine.module.state_dict().items()}
@@ -213,7 +213,7 @@ def writes(rank: int, path: str, stage: int) -> str:
     with swapio.initialize(model=Branches(), config=_branch_settings(path, stage))[0] as engine:
         try:
             with torch.no_grad():
-                engine.module.blocks[0][0].weight.mul_(2)
+                engine.module.get_parameter("blocks.0.0.weight").mul_(2)
             engine.empty_partition_cache()
             engine(*branch(rank, 0))
             engine.empty_partition_cache()
