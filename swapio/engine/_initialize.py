@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import logging
-import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,10 +13,11 @@ from torch import nn
 
 from ..config import SwapioConfig, load_config
 from ..errors import ConfigError
+from ..memory import trim_heap
 from ..optim import OptimizerSpec, from_config, from_torch
 from ..spec import format_nbytes
-from ..swap import Place, SwapManager, TensorSpec
-from ..zero import CHUNK_NUMEL, ChunkedStep, Unit, UnitLayout, UnitSet, UnitSpec, find_units
+from ..swap import Place, SwapManager, TensorSpec, open_manager
+from ..zero import CHUNK_NUMEL, ChunkedStep, Unit, UnitLayout, UnitSet, UnitSpec, find_units, world
 from ._budget import host_need
 from ._engine import Engine
 
@@ -67,14 +66,14 @@ def initialize(
     given = [c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None]
     if len(given) != 1:
         raise ConfigError("config: give exactly one of config, config_params and args.deepspeed_config", key="config")
-    world, source = _world()
-    settings = load_config(given[0], world_size=world, world_size_source=source)
+    world_size, source = world()
+    settings = load_config(given[0], world_size=world_size, world_size_source=source)
     _check_model(model)
     inner, spec = _optimizer(model, optimizer, model_parameters, settings)
     with contextlib.ExitStack() as undo:
         owns = manager is None
         if manager is None:
-            manager = undo.enter_context(_manager(settings))
+            manager = undo.enter_context(open_manager(settings))
         engine = _engine(model, settings, manager, owns, inner, spec, undo)
         engine.lr_scheduler = lr_scheduler(engine.optimizer) if callable(lr_scheduler) else lr_scheduler
         if training_data is not None:
@@ -83,13 +82,6 @@ def initialize(
             )
         undo.pop_all()
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
-
-
-def _world() -> tuple[int, str]:
-    """The number of ranks, and where it was read; `load_config` says which numbers work."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size(), "torch.distributed"
-    return int(os.environ.get("WORLD_SIZE", "1")), "WORLD_SIZE" if "WORLD_SIZE" in os.environ else "one process"
 
 
 def _check_model(model: nn.Module) -> None:
@@ -140,25 +132,6 @@ def _optimizer(
     return optimizer, spec
 
 
-def _manager(settings: SwapioConfig) -> SwapManager:
-    paths: list[str] = []
-    for section in (settings.zero_optimization.offload_param, settings.zero_optimization.offload_optimizer):
-        if section.device == "nvme":
-            paths += [p for p in section.paths if p not in paths]
-    own = settings.swapio
-    return SwapManager(
-        paths,
-        host_memory=own.host_memory,
-        device=own.device,
-        device_memory=own.device_memory,
-        backend=own.backend,
-        checksums=own.checksums,
-        block_nbytes=settings.aio.block_size,
-        queue_depth=settings.aio.queue_depth,
-        timeout_s=own.timeout_s,
-    )
-
-
 def _engine(
     model: nn.Module,
     settings: SwapioConfig,
@@ -199,7 +172,7 @@ def _engine(
         if stepper is not None:
             stepper.add_unit(unit)
         _take_over(unit, stepper, manager.device.torch_device)
-        _return_free_memory()
+        trim_heap()
         zero.units.append(unit)
         if unit_spec.module is not None:
             zero.add_window(unit_spec.module, unit)
@@ -228,12 +201,6 @@ def _engine(
         inner_optimizer=inner,
         restore_nbytes=weights,
     )
-
-
-def _return_free_memory() -> None:
-    """Give the pages of the values just dropped back to the system: glibc keeps what lies between blocks in use."""
-    with contextlib.suppress(AttributeError, OSError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _target_dtype(tensor: torch.Tensor, bf16: bool) -> torch.dtype:

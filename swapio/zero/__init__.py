@@ -5,5 +5,17 @@ from ._quiet import uninterrupted
 from ._step import CHUNK_NUMEL, ChunkedStep, chunk_layouts
 from ._unit import Unit
 from ._units import UnitSet
+from ._world import world
 
-__all__ = ["CHUNK_NUMEL", "ChunkedStep", "Unit", "UnitLayout", "UnitSet", "UnitSpec", "chunk_layouts", "find_units", "uninterrupted"]
+__all__ = [
+    "CHUNK_NUMEL",
+    "ChunkedStep",
+    "Unit",
+    "UnitLayout",
+    "UnitSet",
+    "UnitSpec",
+    "chunk_layouts",
+    "find_units",
+    "uninterrupted",
+    "world",
+]
