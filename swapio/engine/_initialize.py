@@ -17,7 +17,8 @@ from ..memory import trim_heap
 from ..optim import OptimizerSpec, from_config, from_torch
 from ..spec import format_nbytes
 from ..swap import Place, SwapManager, TensorSpec, open_manager
-from ..zero import CHUNK_NUMEL, ChunkedStep, Unit, UnitLayout, UnitSet, UnitSpec, find_units, world
+from ..zero import CHUNK_NUMEL, ChunkedStep, Unit, UnitLayout, UnitSet, UnitSpec, constructed, find_units, shares_constructed, world
+from ._adopt import Adoption
 from ._budget import host_need
 from ._engine import Engine
 
@@ -68,18 +69,20 @@ def initialize(
         raise ConfigError("config: give exactly one of config, config_params and args.deepspeed_config", key="config")
     world_size, source = world()
     settings = load_config(given[0], world_size=world_size, world_size_source=source)
+    adoption = Adoption(model)
     _check_model(model)
     inner, spec = _optimizer(model, optimizer, model_parameters, settings)
     with contextlib.ExitStack() as undo:
         owns = manager is None
         if manager is None:
-            manager = undo.enter_context(open_manager(settings))
-        engine = _engine(model, settings, manager, owns, inner, spec, undo)
+            manager = adoption.lend_manager(settings, undo) or undo.enter_context(open_manager(settings))
+        engine = _engine(model, settings, manager, owns, inner, spec, undo, adoption)
         engine.lr_scheduler = lr_scheduler(engine.optimizer) if callable(lr_scheduler) else lr_scheduler
         if training_data is not None:
             engine.training_dataloader = torch.utils.data.DataLoader(
                 training_data, batch_size=settings.train_micro_batch_size_per_gpu, shuffle=True, collate_fn=collate_fn
             )
+        adoption.finish(manager)
         undo.pop_all()
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
@@ -90,7 +93,7 @@ def _check_model(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ConfigError(f"model: {name!r} is lazy; run one batch through the model before swapio.initialize", key="model")
-        if type(param) is not nn.Parameter:
+        if type(param) is not nn.Parameter and not constructed(param):
             raise ConfigError(
                 f"model: {name!r} is a {type(param).__name__}; only plain nn.Parameter can be managed (is it in another engine?)",
                 key="model",
@@ -102,7 +105,11 @@ def _check_model(model: nn.Module) -> None:
 
 def _check_memory_is_its_own(model: nn.Module) -> None:
     """Two parameters over the same bytes are one to PyTorch; each would get a copy of its own here."""
-    tensors = [(name, t.detach()) for name, t in (*model.named_parameters(), *model.named_buffers()) if t.numel() and not t.is_sparse]
+    ordinary = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if not constructed(t)]
+    tensors = [(name, t.detach()) for name, t in ordinary if t.numel() and not t.is_sparse]
+    for name, tensor in tensors:
+        if (shared := shares_constructed(tensor)) is not None:
+            raise ConfigError(f"model: {name!r} shares memory with {shared!r}; assign the same nn.Parameter to both", key="model")
     spans = sorted((t.data_ptr(), t.data_ptr() + TensorSpec.of(t).nbytes, name) for name, t in tensors if t.data_ptr())
     for (_, end, first), (start, _, second) in itertools.pairwise(spans):
         if start < end:
@@ -140,6 +147,7 @@ def _engine(
     inner: torch.optim.Optimizer | None,
     spec: OptimizerSpec | None,
     undo: contextlib.ExitStack,
+    adoption: Adoption,
 ) -> Engine:
     offload = settings.zero_optimization
     param_home = Place.parse(offload.offload_param.device, key="zero_optimization.offload_param.device")
@@ -171,8 +179,10 @@ def _engine(
         unit = Unit(zero, unit_spec.name, unit_spec.params, [groups.get(id(p)) for _, p in unit_spec.params], record, layout)
         if stepper is not None:
             stepper.add_unit(unit)
+        adoption.prepare(unit_spec.params)
         _take_over(unit, stepper, manager.device.torch_device)
         trim_heap()
+        adoption.put_away(zero, record)
         zero.units.append(unit)
         if unit_spec.module is not None:
             zero.add_window(unit_spec.module, unit)
