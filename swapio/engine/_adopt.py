@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
+from typing import Self
 
 from torch import nn
 
 from ..config import SwapioConfig
 from ..errors import UsageError
 from ..memory import trim_heap
-from ..swap import Record, SwapManager, Transfer, manager_arguments
+from ..swap import SwapManager, Transfer, manager_arguments
 from ..zero import ConstructionSet, UnitSet, constructed, give_back
 
 __all__ = ["Adoption"]
@@ -26,6 +27,7 @@ class Adoption:
     def __init__(self, model: nn.Module) -> None:
         self._params = {id(p) for p in model.parameters()}
         self._stores: dict[ConstructionSet, None] = {}
+        self._num_away = 0  # records of the engine
         self._leaving: Transfer[None] | None = None
         for param in model.parameters():
             unit = constructed(param)
@@ -33,6 +35,15 @@ class Adoption:
                 self._stores[unit.zero] = None
         if any(store.constructing for store in self._stores):
             raise UsageError("the model is still being constructed; call swapio.initialize after the block of swapio.zero.Init")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Whatever happened: stores that are empty end."""
+        for store in self._stores:
+            if not store.live():
+                store.end("the parameters of this store went to an engine")
 
     def lend_manager(self, settings: SwapioConfig, undo: contextlib.ExitStack) -> SwapManager | None:
         """The manager that the parameters are in, if it is as `settings` say and holds no other model's: the drive need not hold both."""
@@ -48,12 +59,14 @@ class Adoption:
         if self._stores:
             give_back(p for _, p in params)
 
-    def put_away(self, zero: UnitSet, record: Record) -> None:
-        """A unit is taken over: its bytes need not stay in memory; those of the unit before have been written when this returns."""
+    def put_away(self, zero: UnitSet) -> None:
+        """A unit is taken over: its bytes need not stay in memory. Those of the unit before have been written when this returns."""
         if self._stores and not zero.keep_attached:
             self._wait()
             zero.manager.arena.trim()
-            self._leaving = zero.manager.evict([record.key])
+            keys = [record.key for record in zero.records[self._num_away :]]
+            self._num_away += len(keys)
+            self._leaving = zero.manager.evict(keys)
 
     def _wait(self) -> None:
         leaving, self._leaving = self._leaving, None
@@ -67,8 +80,6 @@ class Adoption:
         for store in self._stores:
             if store.manager is manager:
                 store.hand_over()
-            if not store.live():
-                store.end("the parameters of this store went to an engine")
 
 
 def _remove_others(manager: SwapManager, keys: list[str]) -> None:

@@ -69,10 +69,9 @@ def initialize(
         raise ConfigError("config: give exactly one of config, config_params and args.deepspeed_config", key="config")
     world_size, source = world()
     settings = load_config(given[0], world_size=world_size, world_size_source=source)
-    adoption = Adoption(model)
     _check_model(model)
     inner, spec = _optimizer(model, optimizer, model_parameters, settings)
-    with contextlib.ExitStack() as undo:
+    with Adoption(model) as adoption, contextlib.ExitStack() as undo:
         owns = manager is None
         if manager is None:
             manager = adoption.lend_manager(settings, undo) or undo.enter_context(open_manager(settings))
@@ -182,7 +181,7 @@ def _engine(
         adoption.prepare(unit_spec.params)
         _take_over(unit, stepper, manager.device.torch_device)
         trim_heap()
-        adoption.put_away(zero, record)
+        adoption.put_away(zero)
         zero.units.append(unit)
         if unit_spec.module is not None:
             zero.add_window(unit_spec.module, unit)

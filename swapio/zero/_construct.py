@@ -123,6 +123,22 @@ class ConstructedUnit(Unit):
             _GRAD.__set__(self.params[index], value)
 
 
+def _before_state_dict(module: nn.Module, *_: Any) -> None:
+    _serve_copies(module, True)
+
+
+def _after_state_dict(module: nn.Module, *_: Any) -> None:
+    _serve_copies(module, False)
+
+
+def _serve_copies(module: nn.Module, serve: bool) -> None:
+    """Views would keep every unit attached. By parameter, since copies of a module have its hooks too."""
+    for param in module._parameters.values():
+        unit = constructed(param)
+        if unit is not None:
+            unit.zero.serve_copies = serve
+
+
 def _nobody() -> None:
     return None
 
@@ -156,7 +172,7 @@ class ConstructionSet(UnitSet):
         self._home = home
         self._waiting: dict[int, _Waiting] = {}  # by id
         self._num_waiting_nbytes = 0  # since the last flush
-        self._registering: nn.Module | None = None
+        self._registering: Callable[[], nn.Module | None] = lambda: None
         self._served: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._leaving: Transfer[None] | None = None
         self._count = 0
@@ -169,12 +185,13 @@ class ConstructionSet(UnitSet):
 
     def register(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
         """`module` gets a parameter: those of other modules may leave now."""
-        if module is not self._registering:
+        if module is not self._registering():
             self._leave_if_many()
-            self._registering = module
+            self._registering = weakref.ref(module)
         if module not in self._served:
             self._served.add(module)
-            self.serve_state_dict(module)
+            self._handles.append(module.register_state_dict_pre_hook(_before_state_dict))
+            self._handles.append(module.register_state_dict_post_hook(_after_state_dict))
         self.add(f"{type(module).__name__}.{name}", param)
 
     def copied(self, param: nn.Parameter) -> None:
@@ -187,14 +204,15 @@ class ConstructionSet(UnitSet):
             self.flush()
 
     def add(self, name: str, param: nn.Parameter) -> None:
-        """Let a parameter wait, if it is an ordinary one in host memory."""
+        """Let an ordinary parameter wait."""
         known = self._waiting.get(id(param))
-        if (known is None or known.ref() is not param) and _can_leave(param):
+        if type(param) is nn.Parameter and (known is None or known.ref() is not param):
             self._waiting[id(param)] = _Waiting(name, weakref.ref(param))
-            self._num_waiting_nbytes += param.nbytes
+            if _can_leave(param):
+                self._num_waiting_nbytes += param.nbytes
 
     def flush(self) -> None:
-        """Move what waits into records; what somebody else has a view of stays ordinary, and waits on."""
+        """Move what waits into records; what is not in host memory, or in a view that somebody else has too, waits on."""
         with uninterrupted(), self.lock, quiet():
             self._tidy()
             self._num_waiting_nbytes = 0
@@ -212,9 +230,9 @@ class ConstructionSet(UnitSet):
         nbytes = 0
         for key, (name, ref) in waiting.items():
             param = ref()
-            if param is None or not _can_leave(param):
+            if param is None or type(param) is not nn.Parameter:
                 continue
-            if _held(param):
+            if not _can_leave(param) or _held(param):
                 self._waiting[key] = _Waiting(name, ref)
                 continue
             if group and nbytes + param.nbytes > self._gather_nbytes:
@@ -260,10 +278,9 @@ class ConstructionSet(UnitSet):
             self.flush()
             self.detach_idle()
             self.flush()  # what was converted last
-            self.constructing = False
-            self._registering = None
             self._wait_for_leaving()
             self.manager.arena.trim()
+        self.constructing = False
         self.end_if_unused()
 
     # --- what goes ---
@@ -375,8 +392,7 @@ def end_unused() -> None:
 
 def _can_leave(param: nn.Parameter) -> bool:
     return (
-        type(param) is nn.Parameter
-        and param.device.type == "cpu"
+        param.device.type == "cpu"
         and param.layout is torch.strided
         and not param.is_quantized
         and not param.is_inference()
