@@ -42,7 +42,7 @@ class Adoption:
     def __exit__(self, *_: object) -> None:
         """Whatever happened: stores that are empty end."""
         for store in self._stores:
-            if not store.live():
+            if not store.alive:
                 store.end("the parameters of this store went to an engine")
 
     def lend_manager(self, settings: SwapioConfig, undo: contextlib.ExitStack) -> SwapManager | None:

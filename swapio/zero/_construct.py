@@ -73,6 +73,7 @@ class ConstructedUnit(Unit):
     def lost(self, index: int) -> None:
         """A parameter is not of this unit any more."""
         self._refs[index] = _nobody
+        self.zero.alive.discard((self, index))
 
     def attach(self) -> None:
         if self.lease is None:
@@ -169,6 +170,7 @@ class ConstructionSet(UnitSet):
         self.schedule = None  # constructors and `apply` keep no order worth following
         self.arguments = arguments
         self.constructing = True
+        self.alive: set[tuple[ConstructedUnit, int]] = set()  # who is still here; finalizers of any thread take from it
         self._home = home
         self._waiting: dict[int, _Waiting] = {}  # by id
         self._num_waiting_nbytes = 0  # since the last flush
@@ -260,6 +262,7 @@ class ConstructionSet(UnitSet):
             raise
         unit.manage()
         self.units.append(unit)
+        self.alive.update((unit, index) for index in range(len(params)))
         self._leave(record)
 
     def convert(self, dtype: torch.dtype) -> None:
@@ -336,10 +339,9 @@ class ConstructionSet(UnitSet):
 
     # --- the end ---
 
-    def hand_over(self) -> SwapManager:
+    def hand_over(self) -> None:
         """Leave the manager to the caller, who closes it."""
         self._end_manager.detach()
-        return self.manager
 
     def end(self, reason: str) -> None:
         """Close, and the manager too unless it was handed over; use of what is still here raises `reason`."""
@@ -347,11 +349,12 @@ class ConstructionSet(UnitSet):
         self.constructing = False
         self.owns_manager = self._end_manager.alive  # its end is the end of the records too
         self.close(reason, restore=False)
+        self.alive.clear()
         self._end_manager()
 
     def end_if_unused(self) -> None:
         """End if no parameter is left. A thread of the manager, which cannot wait for itself, leaves it to the next `Init`."""
-        if not self.constructing and not self.live() and not threading.current_thread().name.startswith("swapio"):
+        if not self.constructing and not self.alive and not threading.current_thread().name.startswith("swapio"):
             self.end("the parameters of this store are gone")
 
 
