@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import logging
-import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,10 +14,25 @@ from torch import nn
 from ..activation import configure
 from ..config import SwapioConfig, load_config
 from ..errors import ConfigError
+from ..memory import trim_heap
 from ..optim import OptimizerSpec, from_config, from_torch
 from ..spec import format_nbytes
-from ..swap import Place, SwapManager, TensorSpec
-from ..zero import CHUNK_NUMEL, ChunkedStep, Partition, Ranks, Unit, UnitLayout, UnitSet, UnitSpec, find_units
+from ..swap import Place, SwapManager, TensorSpec, open_manager
+from ..zero import (
+    CHUNK_NUMEL,
+    ChunkedStep,
+    Partition,
+    Ranks,
+    Unit,
+    UnitLayout,
+    UnitSet,
+    UnitSpec,
+    constructed,
+    find_units,
+    shares_constructed,
+    world,
+)
+from ._adopt import Adoption
 from ._budget import host_need
 from ._engine import Engine
 from ._monitor import Monitor
@@ -71,21 +84,22 @@ def initialize(
     given = [c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None]
     if len(given) != 1:
         raise ConfigError("config: give exactly one of config, config_params and args.deepspeed_config", key="config")
-    world, source = _world()
-    settings = load_config(given[0], world_size=world, world_size_source=source)
+    world_size, source = world()
+    settings = load_config(given[0], world_size=world_size, world_size_source=source)
     _check_model(model)
     inner, spec = _optimizer(model, optimizer, model_parameters, settings)
-    with contextlib.ExitStack() as undo:
+    with Adoption(model) as adoption, contextlib.ExitStack() as undo:
         owns = manager is None
         if manager is None:
-            manager = undo.enter_context(_manager(settings))
-        engine = _engine(model, settings, manager, owns, inner, spec, undo)
+            manager = adoption.lend_manager(settings, undo) or undo.enter_context(open_manager(settings))
+        engine = _engine(model, settings, manager, owns, inner, spec, undo, adoption)
         kept = settings.activation_checkpointing
         if kept.model_fields_set:
             configure(num_checkpoints=kept.number_checkpoints, checkpoint_in_cpu=kept.cpu_checkpointing, device=manager.device)
         engine.lr_scheduler = _scheduler(engine, lr_scheduler)
         if training_data is not None:
             engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+        adoption.finish(manager)
         undo.pop_all()
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
@@ -102,20 +116,13 @@ def _scheduler(engine: Engine, given: Any) -> Any:
     return scheduler_from_config(engine.optimizer, section.type, section.params)
 
 
-def _world() -> tuple[int, str]:
-    """The number of ranks, and where it was read; `load_config` says which numbers work."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size(), "torch.distributed"
-    return int(os.environ.get("WORLD_SIZE", "1")), "WORLD_SIZE" if "WORLD_SIZE" in os.environ else "one process"
-
-
 def _check_model(model: nn.Module) -> None:
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise ConfigError("model: DataParallel copies weights past the engine; pass the bare module", key="model")
     for name, param in model.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ConfigError(f"model: {name!r} is lazy; run one batch through the model before swapio.initialize", key="model")
-        if type(param) is not nn.Parameter:
+        if type(param) is not nn.Parameter and not constructed(param):
             raise ConfigError(
                 f"model: {name!r} is a {type(param).__name__}; only plain nn.Parameter can be managed (is it in another engine?)",
                 key="model",
@@ -127,7 +134,11 @@ def _check_model(model: nn.Module) -> None:
 
 def _check_memory_is_its_own(model: nn.Module) -> None:
     """Two parameters over the same bytes are one to PyTorch; each would get a copy of its own here."""
-    tensors = [(name, t.detach()) for name, t in (*model.named_parameters(), *model.named_buffers()) if t.numel() and not t.is_sparse]
+    ordinary = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if not constructed(t)]
+    tensors = [(name, t.detach()) for name, t in ordinary if t.numel() and not t.is_sparse]
+    for name, tensor in tensors:
+        if (shared := shares_constructed(tensor)) is not None:
+            raise ConfigError(f"model: {name!r} shares memory with {shared!r}; assign the same nn.Parameter to both", key="model")
     spans = sorted((t.data_ptr(), t.data_ptr() + TensorSpec.of(t).nbytes, name) for name, t in tensors if t.data_ptr())
     for (_, end, first), (start, _, second) in itertools.pairwise(spans):
         if start < end:
@@ -157,25 +168,6 @@ def _optimizer(
     return optimizer, spec
 
 
-def _manager(settings: SwapioConfig) -> SwapManager:
-    paths: list[str] = []
-    for section in (settings.zero_optimization.offload_param, settings.zero_optimization.offload_optimizer):
-        if section.device == "nvme":
-            paths += [p for p in section.paths if p not in paths]
-    own = settings.swapio
-    return SwapManager(
-        paths,
-        host_memory=own.host_memory,
-        device=own.device,
-        device_memory=own.device_memory,
-        backend=own.backend,
-        checksums=own.checksums,
-        block_nbytes=settings.aio.block_size,
-        queue_depth=settings.aio.queue_depth,
-        timeout_s=own.timeout_s,
-    )
-
-
 def _engine(
     model: nn.Module,
     settings: SwapioConfig,
@@ -184,6 +176,7 @@ def _engine(
     inner: torch.optim.Optimizer | None,
     spec: OptimizerSpec | None,
     undo: contextlib.ExitStack,
+    adoption: Adoption,
 ) -> Engine:
     offload = settings.zero_optimization
     param_home = Place.parse(offload.offload_param.device, key="zero_optimization.offload_param.device")
@@ -229,8 +222,10 @@ def _engine(
             zero.sums.add_unit(unit)
         if stepper is not None:
             stepper.add_unit(unit)
+        adoption.prepare(unit_spec.params)
         _take_over(unit, stepper, manager.device.torch_device)
-        _return_free_memory()
+        trim_heap()
+        adoption.put_away(zero)
         zero.units.append(unit)
         if unit_spec.module is not None:
             zero.add_window(unit_spec.module, unit)
@@ -262,12 +257,6 @@ def _engine(
         scaler=LossScaler.from_config(settings.fp16) if settings.fp16.enabled else None,
         monitor=Monitor(settings, rank=ranks.rank),
     )
-
-
-def _return_free_memory() -> None:
-    """Give the pages of the values just dropped back to the system: glibc keeps what lies between blocks in use."""
-    with contextlib.suppress(AttributeError, OSError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _target_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:

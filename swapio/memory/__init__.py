@@ -3,7 +3,8 @@
 from ._arena import Arena, Lease
 from ._cuda import CudaDevice
 from ._device import CpuDevice, Device, Event
+from ._heap import trim_heap
 from ._select import get_device
 from ._simulated import SimulatedDevice
 
-__all__ = ["Arena", "CpuDevice", "CudaDevice", "Device", "Event", "Lease", "SimulatedDevice", "get_device"]
+__all__ = ["Arena", "CpuDevice", "CudaDevice", "Device", "Event", "Lease", "SimulatedDevice", "get_device", "trim_heap"]

@@ -3,6 +3,7 @@
 from ._auto import HostMemory, auto_host_memory, host_memory
 from ._cgroup import CgroupMemory, cgroup_cpus, cgroup_memory
 from ._manager import Acquisition, RecordLease, SwapManager
+from ._open import manager_arguments, open_manager
 from ._record import MAY_START, Place, Record, Residency, TensorSpec
 from ._transfer import Transfer
 
@@ -22,4 +23,6 @@ __all__ = [
     "cgroup_cpus",
     "cgroup_memory",
     "host_memory",
+    "manager_arguments",
+    "open_manager",
 ]

@@ -27,7 +27,7 @@ from ._quiet import uninterrupted
 if TYPE_CHECKING:
     from ._unit import Unit
 
-__all__ = ["AwayParameter", "WindowParameter", "forget", "manage", "managed", "placeholder", "raw_grad"]
+__all__ = ["AwayParameter", "ManagedParameter", "WindowParameter", "forget", "manage", "managed", "placeholder", "raw_grad"]
 
 _T = torch.Tensor
 _OFF = torch._C.DisableTorchFunctionSubclass
@@ -135,7 +135,7 @@ def _plain_copy(param: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(entry[0].read(entry[1]), requires_grad=param.requires_grad)
 
 
-class _Managed(nn.Parameter):
+class ManagedParameter(nn.Parameter):
     """What both classes share: gradients come from the unit's buffer, copies are plain parameters."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -159,7 +159,7 @@ def _watch(func: Callable[..., Any]) -> Callable[..., Any]:
     return watched
 
 
-class WindowParameter(_Managed):
+class WindowParameter(ManagedParameter):
     """A managed parameter whose bytes are here for sure."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -183,7 +183,7 @@ class WindowParameter(_Managed):
             entry[0].set_grad(entry[1], value)
 
 
-class AwayParameter(_Managed):
+class AwayParameter(ManagedParameter):
     """A managed parameter: any op on it brings its unit first."""
 
     @classmethod
@@ -194,6 +194,8 @@ class AwayParameter(_Managed):
                 return func(*args, **kwargs)
         if func in (_GRAD_GET, _GRAD_SET, _GRAD_DEL):
             return _grad_access(func, args)
+        if func is _T.stride:
+            return _stride(*args, **kwargs)
         if func in _DIFFERENTIATE:
             return func(*(_edges(a) for a in args), **{k: _edges(v) for k, v in kwargs.items()})
         return _run(func, args, kwargs)
@@ -212,6 +214,13 @@ def _from_value(value: bytes) -> Any:
 
 for _class in (AwayParameter, WindowParameter):
     ForkingPickler.register(_class, _by_value)
+
+
+def _stride(param: nn.Parameter, dim: int | None = None) -> Any:
+    entry = managed(param)
+    with _OFF():
+        stride = entry[0].layout.slots[entry[1]].stride if entry is not None and is_placeholder(param) else param.stride()
+    return stride if dim is None else stride[dim]
 
 
 def _grad_access(func: Any, args: Any) -> Any:

@@ -58,10 +58,11 @@ class Ranks:
 
     Args:
         timeout_s: of each wait for another rank.
+        alone: whoever else there is does not take part.
     """
 
-    def __init__(self, *, timeout_s: float) -> None:
-        there = dist.is_available() and dist.is_initialized()
+    def __init__(self, *, timeout_s: float, alone: bool = False) -> None:
+        there = not alone and dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if there else 0
         self.size = dist.get_world_size() if there else 1
         self.timeout_s = timeout_s

@@ -88,7 +88,8 @@ class Branches(torch.nn.Module):
         x = self.first(x)
         for block in path:
             x = x + self.blocks[block](x)
-        return self.last(x).square().mean()
+        loss: torch.Tensor = self.last(x).square().mean()
+        return loss
 
 
 def branch(rank: int, step: int) -> tuple[torch.Tensor, list[int]]:
