@@ -32,6 +32,7 @@ _HEADER_NUMEL = 4  # kind, unit, number, tag
 _TAGS_PER_MESSAGE = 16  # a status, then the pieces
 _PUT_TAGS = 1 << 29  # apart from those of answers, which are numbered by who asked
 _FOREVER = datetime.timedelta(days=3650)
+_HASTE_S = 2.0  # for a goodbye when nothing else is waited for
 _OPEN: weakref.WeakSet[Ranks] = weakref.WeakSet()
 
 
@@ -156,9 +157,13 @@ class Ranks:
             return
         self._closed = True
         _OPEN.discard(self)
-        for other in self.others:
-            with contextlib.suppress(RuntimeError):  # it is gone already
-                dist.send(torch.tensor([_BYE, 0, 0, 0]), other, group=self._control)
+        if self._thread is None:  # nobody serves yet, so nobody listens either
+            return
+        goodbye = torch.tensor([_BYE, 0, 0, 0])
+        limit = datetime.timedelta(seconds=self.timeout_s if wait else min(self.timeout_s, _HASTE_S))
+        with contextlib.suppress(RuntimeError):  # who is gone needs none
+            for work in [cast(dist.Work, dist.isend(goodbye, other, group=self._control)) for other in self.others]:
+                work.wait(limit)
         if wait and self._thread is not None:
             self._thread.join(self.timeout_s)
             if self._thread.is_alive():

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import queue
 import socket
+import time
 import traceback
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-TIMEOUT_S = 100
+TIMEOUT_S = 110
 
 
 def run(function: str, num_ranks: int, *args: Any, module: str = "tests.ranks.work", may_die: bool = False) -> list[Any]:
@@ -36,15 +37,16 @@ def run(function: str, num_ranks: int, *args: Any, module: str = "tests.ranks.wo
         for worker in workers:
             worker.start()
         missing = set(range(num_ranks))
+        deadline = time.monotonic() + TIMEOUT_S
         while missing:
+            gone = {r for r in missing if may_die and not workers[r].is_alive()}
             try:
-                rank, failed, result = answers.get(timeout=TIMEOUT_S if not may_die else 5)
+                rank, failed, result = answers.get(timeout=1)
             except queue.Empty:
-                gone = {r for r in missing if not workers[r].is_alive()}
-                if may_die and gone:
-                    missing -= gone
-                    continue
-                pytest.fail(f"ranks {sorted(missing)} did not answer; so far {results}")
+                missing -= gone  # they were dead before the queue was found empty
+                if time.monotonic() > deadline:
+                    pytest.fail(f"ranks {sorted(missing)} did not answer; so far {results}")
+                continue
             if failed:
                 pytest.fail(f"rank {rank}:\n{result}")
             results[rank] = torch.load(io.BytesIO(result), weights_only=False)

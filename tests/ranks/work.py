@@ -176,6 +176,7 @@ def smallest_budget(rank: int, path: str, stage: int) -> tuple[int, list[float],
         assert needed is not None
     needed = max(int(t) for t in _gather(needed))
     settings["swapio"]["host_memory"] = needed
+    torch.manual_seed(0)
     with swapio.initialize(model=Branches(), config=settings)[0] as engine:
         losses = []
         for step in range(5):
