@@ -1,5 +1,6 @@
 """ZeRO: units of parameters that come just in time, their gradients, and the optimizer step over them."""
 
+from ._gathered import GatheredParameters, register_external_parameter, unregister_external_parameter
 from ._layout import UnitLayout, UnitSpec, find_units
 from ._partition import Partition
 from ._quiet import uninterrupted
@@ -11,6 +12,7 @@ from ._units import UnitSet
 __all__ = [
     "CHUNK_NUMEL",
     "ChunkedStep",
+    "GatheredParameters",
     "Gradients",
     "Partition",
     "Ranks",
@@ -20,5 +22,7 @@ __all__ = [
     "UnitSpec",
     "chunk_layouts",
     "find_units",
+    "register_external_parameter",
     "uninterrupted",
+    "unregister_external_parameter",
 ]
