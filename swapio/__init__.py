@@ -1,6 +1,6 @@
 """swapio trains PyTorch models larger than the machine's memory."""
 
-from . import checkpointing
+from . import checkpointing, utils, zero
 from .engine import Engine, add_config_arguments, initialize
 from .errors import (
     BudgetError,
@@ -31,5 +31,7 @@ __all__ = [
     "add_config_arguments",
     "checkpointing",
     "initialize",
+    "utils",
+    "zero",
 ]
 __version__ = "0.1.0"

@@ -1,5 +1,19 @@
 """ZeRO: units of parameters that come just in time, their gradients, and the optimizer step over them."""
 
+from ._full import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+)
 from ._gathered import GatheredParameters, register_external_parameter, unregister_external_parameter
 from ._layout import UnitLayout, UnitSpec, find_units
 from ._partition import Partition
@@ -23,6 +37,18 @@ __all__ = [
     "chunk_layouts",
     "find_units",
     "register_external_parameter",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
     "uninterrupted",
     "unregister_external_parameter",
 ]

@@ -100,8 +100,7 @@ def _send(unit: Unit, index: int, source: int) -> None:
     if ranks.rank != source:
         if host is not part:
             part.copy_(host)
-        unit.lease.mark_dirty()
-        unit.weights_stepped([index])
+        unit.weights_written(index)
 
 
 def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:

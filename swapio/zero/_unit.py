@@ -213,6 +213,12 @@ class Unit:
             self.lease.mark_dirty()
             self.stale_masters |= written
 
+    def weights_written(self, index: int) -> None:
+        """The bytes of a parameter of an attached unit were changed for the user, on all ranks."""
+        if self.lease is not None:
+            self.lease.mark_dirty()
+            self.weights_stepped([index])
+
     def weights_stepped(self, indices: Sequence[int]) -> None:
         """The optimizer changed these weights of an attached unit: no user's write, but a new version for autograd."""
         with quiet():

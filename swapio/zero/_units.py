@@ -7,7 +7,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from ._saved import SavedTensors
 from ._schedule import Schedule
 from ._sums import GradientSums
 from ._unit import Unit
+
+if TYPE_CHECKING:
+    from ._step import ChunkedStep
 
 __all__ = ["DeviceGrads", "UnitSet"]
 
@@ -69,6 +72,7 @@ class UnitSet:
         self.lock = threading.RLock()
         self.saved = SavedTensors()
         self.units: list[Unit] = []
+        self.stepper: ChunkedStep | None = None  # as soon as there is one
         self.serve_copies = False  # state_dict is running: detach() gives copies
         self.closed: str | None = None
         self._attached: dict[Unit, None] = {}

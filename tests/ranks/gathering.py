@@ -9,12 +9,14 @@ import pytest
 import torch
 
 import swapio
+from swapio import utils
 from swapio.zero import GatheredParameters
 from tests.engine.models import make
 
 from .work import micro_batch, settings
 
 Values = list[torch.Tensor]
+KEYS = ("fp32_param", "grad", "exp_avg", "exp_avg_sq")
 
 
 def engine_of(path: str, stage: int, rank: int, dtype: str = "bf16", place: str = "nvme", **own: Any) -> Any:
@@ -85,6 +87,52 @@ def refuse(rank: int, path: str, stage: int) -> None:
                 engine.empty_partition_cache()
         torch.distributed.barrier()  # the others may still gather
         engine.abandon()
+
+
+def read(rank: int, path: str, stage: int, dtype: str, place: str = "nvme") -> dict[str, list[torch.Tensor]]:
+    """Masters, moments, gradients of one backward pass and of two, and what a step makes of them."""
+    with engine_of(path, stage, rank, dtype, place) as engine:
+        train(engine, rank)
+        params = dict(engine.module.named_parameters())
+        assert utils.safe_get_full_grad(params["head.weight"]) is None
+        seen: dict[str, Any] = {}
+        for number in (1, 2):
+            engine.backward(engine(*micro_batch(rank, engine.world_size, number, 0, 1)))
+            seen[f"grad {number}"] = [utils.safe_get_full_grad(p) for p in params.values()]
+        for when in ("before", "after"):
+            seen[f"master {when}"] = [utils.safe_get_full_fp32_param(p) for p in params.values()]
+            for key in ("exp_avg", "exp_avg_sq"):
+                seen[f"{key} {when}"] = [utils.safe_get_full_optimizer_state(p, key) for p in params.values()]
+            if when == "before":
+                engine.step()
+        local: list[Any] = [utils.safe_get_local_fp32_param(p) for p in params.values()]
+        assert all(part.dim() == 1 for part in local)
+        seen["numel"] = [torch.tensor(part.numel()) for part in local]
+        seen["weight"] = values(engine)
+        return seen
+
+
+def assign(rank: int, path: str, stage: int, dtype: str, local: bool, place: str = "nvme") -> list[Values]:
+    """What is read after everything of one parameter was set, and the weights after the step from there."""
+    with engine_of(path, stage, rank, dtype, place) as engine:
+        train(engine, rank)
+        engine.backward(engine(*micro_batch(rank, engine.world_size, 1, 0, 1)))
+        param = engine.module.blocks[0].fc1.weight
+        given = {key: torch.randn(param.shape, generator=torch.Generator().manual_seed(i)) for i, key in enumerate(KEYS)}
+        given["exp_avg_sq"].abs_()
+        for key, value in given.items():
+            getters = [getattr(utils, f"safe_get_{kind}_{key if key in KEYS[:2] else 'optimizer_state'}") for kind in ("full", "local")]
+            setters = [getattr(utils, f"safe_set_{kind}_{key if key in KEYS[:2] else 'optimizer_state'}") for kind in ("full", "local")]
+            more = () if key in KEYS[:2] else (key,)
+            setters[0](param, value, *more)
+            if local:  # twice the value, set in parts
+                setters[1](param, getters[1](param, *more) * 2, *more)
+        seen = [utils.safe_get_full_fp32_param(param), utils.safe_get_full_grad(param)]
+        seen += [utils.safe_get_full_optimizer_state(param, key) for key in KEYS[2:]]
+        weight = param.detach().clone()
+        engine.step()
+        train(engine, rank, start=2)
+        return [seen, [weight], list(given.values()), values(engine)]
 
 
 def many(rank: int, calls: list[tuple[str, tuple[Any, ...]]], path: str) -> list[Any]:
