@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ._unit import Unit
     from ._units import UnitSet
 
-__all__ = ["add_window", "remove_hooks", "serve_state_dict"]
+__all__ = ["add_window", "remove_hooks", "serve_state_dict", "windows"]
 
 _WINDOWS: weakref.WeakKeyDictionary[nn.Module, tuple[UnitSet, Unit]] = weakref.WeakKeyDictionary()
 _ROOTS: weakref.WeakKeyDictionary[nn.Module, UnitSet] = weakref.WeakKeyDictionary()
@@ -69,6 +69,11 @@ def add_window(module: nn.Module, zero: UnitSet, unit: Unit) -> list[Any]:
     return [module.register_forward_pre_hook(_enter), module.register_forward_hook(_leave, always_call=True)]
 
 
+def windows(zero: UnitSet) -> list[nn.Module]:
+    """The modules that are windows of `zero`'s units."""
+    return [module for module, (owner, _) in _WINDOWS.items() if owner is zero]
+
+
 def serve_state_dict(model: nn.Module, zero: UnitSet) -> list[Any]:
     """Let `state_dict()` hand out copies: views would keep every unit attached. All ranks load together. Returns the handles."""
     _ROOTS[model] = zero
@@ -84,7 +89,7 @@ def remove_hooks(zero: UnitSet, handles: list[Any]) -> None:
     """Undo what the two above did for `zero`."""
     for handle in handles:
         handle.remove()
-    for module in [m for m, (owner, _) in _WINDOWS.items() if owner is zero]:
+    for module in windows(zero):
         del _WINDOWS[module]
     for module in [m for m, owner in _ROOTS.items() if owner is zero]:
         del _ROOTS[module]

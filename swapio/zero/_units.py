@@ -16,7 +16,7 @@ from ..errors import BudgetError, ClosedError, RankError, SwapioError
 from ..memory import Event, Lease
 from ..swap import Place, Record, RecordLease, SwapManager
 from ._gather import GatheredLease
-from ._hooks import add_window, remove_hooks, serve_state_dict
+from ._hooks import add_window, remove_hooks, serve_state_dict, windows
 from ._quiet import quiet, uninterrupted
 from ._ranks import Ranks
 from ._saved import SavedTensors
@@ -282,6 +282,11 @@ class UnitSet:
     def add_window(self, module: nn.Module, unit: Unit) -> None:
         """While `module` runs its forward, its unit is here and its ops run plainly."""
         self._handles += add_window(module, self, unit)
+
+    @property
+    def windows(self) -> list[nn.Module]:
+        """The modules whose forward is a window."""
+        return windows(self)
 
     def open_window(self, unit: Unit) -> None:
         with uninterrupted():
