@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,16 @@ def assign(rank: int, path: str, stage: int, dtype: str, local: bool, place: str
         engine.step()
         train(engine, rank, start=2)
         return [seen, [weight], list(given.values()), values(engine)]
+
+
+def join(rank: int, path: str, port: int) -> int:
+    """Ranks that a launcher numbered, and that have not met."""
+    torch.distributed.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(port)
+    with engine_of(path, 3, rank) as engine:
+        train(engine, rank)
+        world: int = engine.world_size
+        return world
 
 
 def many(rank: int, calls: list[tuple[str, tuple[Any, ...]]], path: str) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,14 @@ def test_state_dicts_are_loaded_by_all_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_writes_that_cannot_be_kept_are_errors_on_all_ranks(tmp_path: Path) -> None:
     launch.run("many", 2, [("refuse", (stage,)) for stage in (1, 3)], str(tmp_path), module=MODULE)
+
+
+@pytest.mark.slow
+def test_initialize_joins_the_ranks_of_a_launcher(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert launch.run("join", 2, str(tmp_path), port, module=MODULE) == [2, 2]
 
 
 def test_one_process_keeps_what_it_writes(tmp_path: Path) -> None:
