@@ -1,7 +1,8 @@
 """swapio trains PyTorch models larger than the machine's memory."""
 
-from . import checkpointing
-from .engine import Engine, add_config_arguments, initialize
+from . import checkpointing, ops, runtime, utils, zero
+from .engine import Engine, add_config_arguments, init_distributed, initialize
+from .engine import initialize as init
 from .errors import (
     BudgetError,
     ClosedError,
@@ -30,6 +31,12 @@ __all__ = [
     "UsageError",
     "add_config_arguments",
     "checkpointing",
+    "init",
+    "init_distributed",
     "initialize",
+    "ops",
+    "runtime",
+    "utils",
+    "zero",
 ]
 __version__ = "0.1.0"

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1] / "swapio"
 
 LAYERS = {
     "cli": 6, "report": 6, "__main__": 7,
-    "engine": 5, "drive": 5, "checkpointing": 5,
+    "engine": 5, "drive": 5, "checkpointing": 5, "utils": 5, "ops": 5, "runtime": 6,
     "zero": 4, "optim": 3, "checkpoint": 4, "activation": 4,
     "swap": 2,
     "io": 1, "memory": 1,

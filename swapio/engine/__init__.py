@@ -1,7 +1,9 @@
 """`initialize`, the engine it returns, and what the config can name."""
 
 from ._arguments import add_config_arguments
+from ._distributed import init_distributed
 from ._engine import Engine
+from ._estimate import Estimate, estimate_model_states
 from ._initialize import initialize
 from ._monitor import Monitor
 from ._scaler import LossScaler
@@ -9,6 +11,7 @@ from ._schedulers import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, W
 
 __all__ = [
     "Engine",
+    "Estimate",
     "LRRangeTest",
     "LossScaler",
     "Monitor",
@@ -17,6 +20,8 @@ __all__ = [
     "WarmupDecayLR",
     "WarmupLR",
     "add_config_arguments",
+    "estimate_model_states",
+    "init_distributed",
     "initialize",
     "scheduler_from_config",
 ]

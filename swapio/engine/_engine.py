@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..config import SwapioConfig
-from ..errors import ClosedError, SwapioError, UsageError
+from ..errors import ClosedError, ConfigError, SwapioError, UsageError
 from ..spec import format_nbytes
 from ..swap import SwapManager
 from ..zero import ChunkedStep, UnitSet, uninterrupted
@@ -65,6 +65,7 @@ class Engine(nn.Module):
         self.skipped_steps = 0
         self.micro_steps = 0
         self.monitor = monitor
+        self.checkpoint_engine: Any = None  # nothing is saved through one
         self._scaler = scaler
         self._boundary: bool | None = None  # as the user set it
         self._backwards = 0  # since the last step of the optimizer
@@ -227,6 +228,11 @@ class Engine(nn.Module):
             )
         yield
 
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Backward passes inside work as outside: gradients that stay on their rank are summed once, in `step`, in any case."""
+        yield
+
     def get_global_grad_norm(self) -> float | None:
         """The norm of all gradients in the last step, over all ranks, before clipping; None before the first step."""
         return None if self._norm is None else float(self._norm)
@@ -247,6 +253,70 @@ class Engine(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; `step` does it too. With partitioned gradients all ranks must call it."""
         self._zero_grad()
+
+    # --- changed on the way ---
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """From the next step on, samples per step; the number of accumulated micro-batches follows.
+
+        Raises:
+            ConfigError: it is no multiple of the micro-batches of all ranks.
+            UsageError: gradients that had no room to be accumulated exactly would be.
+        """
+        each = self.train_micro_batch_size_per_gpu() * self.world_size
+        steps, rest = divmod(train_batch_size, each)
+        if rest or steps < 1:
+            raise ConfigError(
+                f"train_batch_size: {train_batch_size} is no multiple of the micro-batches of all ranks, {each}; use for example "
+                f"{each * max(steps, 1)}",
+                key="train_batch_size", value=train_batch_size,
+            )  # fmt: skip
+        kept = self.zero.stage < 2 or self.world_size == 1
+        if steps > 1 and kept and any(s.grad_dtype.itemsize < 4 for u in self.zero.units for s in u.layout.segments if s.num_trained):
+            raise UsageError(
+                "gradients of 16-bit weights are kept in 16 bits when there is one micro-batch per step; to accumulate more, initialize "
+                "with gradient_accumulation_steps of 2 or more"
+            )
+        self._set_batch(train_batch_size=train_batch_size, gradient_accumulation_steps=steps)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Samples per forward from now on; samples per step follow, the number of micro-batches stays."""
+        if micro_batch_size < 1:
+            raise ConfigError(
+                f"train_micro_batch_size_per_gpu: {micro_batch_size} is no number of samples; use 1 or more",
+                key="train_micro_batch_size_per_gpu", value=micro_batch_size,
+            )  # fmt: skip
+        total = micro_batch_size * self.gradient_accumulation_steps() * self.world_size
+        self._set_batch(train_batch_size=total, train_micro_batch_size_per_gpu=micro_batch_size)
+
+    def _set_batch(self, **sizes: int) -> None:
+        self.config = self.config.model_copy(update=sizes)
+
+    def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Compile the modules that are units, each by itself: what lies between them brings the next unit, and stays as it is.
+
+        Args:
+            backend, compile_kwargs: of `torch.compile`.
+        """
+        for module in self.zero.windows:
+            module.compile(backend=backend, **(compile_kwargs or {}))
+
+    def offload_states(self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False) -> None:
+        """Make room on the accelerator: let go of all weights that nobody uses. They come back when they are used.
+
+        Args:
+            include, device, pin_memory, non_blocking: accepted, without effect: tensors go where they rest.
+
+        Raises:
+            UsageError: weights or optimizer state rest on the accelerator.
+        """
+        for name in ("offload_param", "offload_optimizer") if self.manager.device.has_memory else ():
+            if getattr(self.config.zero_optimization, name).device == "none":
+                raise UsageError(f'zero_optimization.{name}.device is "none": it rests on the accelerator; use "cpu" or "nvme"')
+        self.empty_partition_cache()
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Do nothing: what `offload_states` let go comes back when it is used."""
 
     # --- what DeepSpeed's engine tells ---
 
@@ -397,6 +467,8 @@ class Engine(nn.Module):
         raise UsageError(
             "checkpoints of the optimizer's state are not supported yet; the weights: engine.module.load_state_dict(torch.load(path))"
         )
+
+    save_16bit_model = save_fp16_model = save_checkpoint
 
     def destroy(self) -> None:
         """The same as `close`, by DeepSpeed's name."""

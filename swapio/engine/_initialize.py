@@ -34,6 +34,7 @@ from ..zero import (
 )
 from ._adopt import Adoption
 from ._budget import host_need
+from ._distributed import init_distributed
 from ._engine import Engine
 from ._monitor import Monitor
 from ._scaler import LossScaler
@@ -66,6 +67,7 @@ def initialize(
     Args:
         model: any `nn.Module` with ordinary dense parameters. Its identity and that of its parameters stay.
         optimizer: a fresh `torch.optim.AdamW`, `Adam` or `SGD`, or a function from parameters to one; default: what the config names.
+        dist_init_required: join the ranks with `init_distributed`; default: where `WORLD_SIZE` says that there are several.
         model_parameters: what the config's optimizer trains (parameters or groups); default: all that require a gradient.
         config: a dict or the path of a JSON file in DeepSpeed's format, with a section `swapio`; `config_params` is its old name.
         manager: a `SwapManager` to live in, which stays open after the engine; default: one of its own, from the config.
@@ -87,6 +89,8 @@ def initialize(
     world_size, source = world()
     settings = load_config(given[0], world_size=world_size, world_size_source=source)
     _check_model(model)
+    if dist_init_required or (dist_init_required is None and world > 1):
+        init_distributed(distributed_port=distributed_port)
     inner, spec = _optimizer(model, optimizer, model_parameters, settings)
     with Adoption(model) as adoption, contextlib.ExitStack() as undo:
         owns = manager is None

@@ -1,6 +1,21 @@
 """ZeRO: units of parameters that come just in time, their gradients, and the optimizer step over them."""
 
 from ._construct import ConstructionSet, constructed, give_back, shares_constructed
+from ._full import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+)
+from ._gathered import GatheredParameters, register_external_parameter, unregister_external_parameter
 from ._init import Init
 from ._layout import UnitLayout, UnitSpec, find_units
 from ._partition import Partition
@@ -15,6 +30,7 @@ __all__ = [
     "CHUNK_NUMEL",
     "ChunkedStep",
     "ConstructionSet",
+    "GatheredParameters",
     "Gradients",
     "Init",
     "Partition",
@@ -27,7 +43,21 @@ __all__ = [
     "constructed",
     "find_units",
     "give_back",
+    "register_external_parameter",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
     "shares_constructed",
     "uninterrupted",
+    "unregister_external_parameter",
     "world",
 ]

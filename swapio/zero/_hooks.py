@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from ..errors import UsageError
+
 if TYPE_CHECKING:
     from ._unit import Unit
     from ._units import UnitSet
 
-__all__ = ["add_window", "remove_hooks", "serve_state_dict"]
+__all__ = ["add_window", "remove_hooks", "serve_state_dict", "windows"]
 
 _WINDOWS: weakref.WeakKeyDictionary[nn.Module, tuple[UnitSet, Unit]] = weakref.WeakKeyDictionary()
 _ROOTS: weakref.WeakKeyDictionary[nn.Module, UnitSet] = weakref.WeakKeyDictionary()
+_LOADING: weakref.WeakKeyDictionary[nn.Module, contextlib.AbstractContextManager[None]] = weakref.WeakKeyDictionary()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -42,23 +47,49 @@ def _after_state_dict(module: nn.Module, *_: Any) -> None:
         _ROOTS[module].serve_copies = False
 
 
+def _before_load(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Mapping[str, Any], *_: Any) -> None:
+    if module not in _ROOTS:
+        return
+    if local_metadata.get("assign_to_params_buffers"):
+        raise UsageError("load_state_dict(assign=True) puts other parameters in place of those that the engine manages; leave assign out")
+    _LOADING.pop(module, None)  # of a load that failed
+    loading = _LOADING[module] = _ROOTS[module].written_together()
+    loading.__enter__()
+
+
+def _after_load(module: nn.Module, *_: Any) -> None:
+    loading = _LOADING.pop(module, None)
+    if loading is not None:
+        loading.__exit__(None, None, None)
+
+
 def add_window(module: nn.Module, zero: UnitSet, unit: Unit) -> list[Any]:
     """While `module` runs its forward, `unit` is here and its ops run plainly. Returns the handles."""
     _WINDOWS[module] = (zero, unit)
     return [module.register_forward_pre_hook(_enter), module.register_forward_hook(_leave, always_call=True)]
 
 
+def windows(zero: UnitSet) -> list[nn.Module]:
+    """The modules that are windows of `zero`'s units."""
+    return [module for module, (owner, _) in _WINDOWS.items() if owner is zero]
+
+
 def serve_state_dict(model: nn.Module, zero: UnitSet) -> list[Any]:
-    """Let `state_dict()` hand out copies: views would keep every unit attached. Returns the handles."""
+    """Let `state_dict()` hand out copies: views would keep every unit attached. All ranks load together. Returns the handles."""
     _ROOTS[model] = zero
-    return [model.register_state_dict_pre_hook(_before_state_dict), model.register_state_dict_post_hook(_after_state_dict)]
+    return [
+        model.register_state_dict_pre_hook(_before_state_dict),
+        model.register_state_dict_post_hook(_after_state_dict),
+        model.register_load_state_dict_pre_hook(_before_load),
+        model.register_load_state_dict_post_hook(_after_load),
+    ]
 
 
 def remove_hooks(zero: UnitSet, handles: list[Any]) -> None:
     """Undo what the two above did for `zero`."""
     for handle in handles:
         handle.remove()
-    for module in [m for m, (owner, _) in _WINDOWS.items() if owner is zero]:
+    for module in windows(zero):
         del _WINDOWS[module]
     for module in [m for m, owner in _ROOTS.items() if owner is zero]:
         del _ROOTS[module]

@@ -80,6 +80,7 @@ class ChunkedStep:
         self._chunks: dict[Unit, list[_Chunk]] = {}
         self._frozen: list[tuple[str, torch.Tensor]] = []  # in a param group, with no state
         self.num_updates: dict[Unit, list[int]] = {}  # by parameter, as PyTorch counts its `step`
+        zero.stepper = self
 
     def pieces(self, unit: Unit) -> list[Piece]:
         """What this rank steps of a unit."""
@@ -121,6 +122,24 @@ class ChunkedStep:
                     else:
                         views.adopt_weights(flat_weights, start=begin, stop=end)
                 lease.mark_dirty(nbytes=chunk.layout.head_nbytes)
+
+    def state(self, unit: Unit, index: int, field: str | None, *, write: bool = False) -> Iterator[tuple[slice, torch.Tensor]]:
+        """This rank's pieces of one parameter's state: which of its elements, and their values, until the next piece.
+
+        Args:
+            field: one of the spec's, fp32; None: the lower halves of split masters, int16.
+            write: the values are going to be changed.
+        """
+        for chunk in self._chunks[unit]:
+            for begin, end, source in [p[1:] for p in _pieces(unit, chunk) if p[0] == index]:
+                with self.zero.pin(chunk.record, self.zero.step_place) as lease:
+                    views = chunk.layout.views(lease.raw)
+                    values = views.fields[field] if field is not None else views.lo
+                    if values is None:
+                        raise RuntimeError("only a split chunk has lower halves")
+                    if write:
+                        lease.mark_dirty()
+                    yield slice(source, source + end - begin), values[begin:end]
 
     def state_nbytes(self) -> int:
         return sum(c.layout.nbytes for chunks in self._chunks.values() for c in chunks)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -118,9 +120,7 @@ class GradientSums:
         while not mine.done:
             pieces = mine.pending.pop((self._step, mine.number, mine.rank), None)
             if pieces is not None:
-                for piece, raw in zip(mine.pieces, pieces, strict=True):
-                    target = mine.total[piece.sum_start : piece.sum_start + piece.stop - piece.start]
-                    _add(target.numpy(), raw.numpy(), _wire(mine.unit, piece), first=mine.empty)
+                _add_all(mine, mine.total, pieces, first=mine.empty)
                 mine.empty = False
             elif mine.final is None or mine.final[mine.rank] > mine.number:
                 return
@@ -145,15 +145,57 @@ class GradientSums:
             for i, mine in enumerate(self._sums):
                 mine.final = [t[i] for t in by_rank]
                 self._advance(mine)
-            deadline = time.monotonic() + self._ranks.timeout_s
-            while late := [s for s in self._sums if s.pieces and not s.done]:
-                if self._error is not None:
-                    raise self._error
-                if not self._turn.wait(max(deadline - time.monotonic(), 0.0)) and time.monotonic() >= deadline:
-                    raise RankError(f"the gradient of {late[0].unit.name!r} from rank {late[0].rank} has not come")
+            self._wait(lambda: next(((s.unit, s.rank) for s in self._sums if s.pieces and not s.done), None))
         flags = iter(np.any([t[len(counts) :] for t in by_rank], axis=0).tolist())
         for unit in units:
             unit.has_grad = [next(flags) for _ in unit.params]
+
+    def _wait(self, missing: Callable[[], tuple[Unit, int] | None]) -> None:
+        """Until nothing is missing of what ranks send. Call it in turn."""
+        deadline = time.monotonic() + self._ranks.timeout_s
+        while (late := missing()) is not None:
+            if self._error is not None:
+                raise self._error
+            if not self._turn.wait(max(deadline - time.monotonic(), 0.0)) and time.monotonic() >= deadline:
+                raise RankError(f"the gradient of {late[0].name!r} from rank {late[1]} has not come")
+
+    def so_far(self, unit: Unit) -> torch.Tensor:
+        """A copy of this rank's sums of a unit, fp32 `[sum_numel]`, with all that any rank has put until now.
+
+        All ranks call it together, between backward passes; the sums go on as if it had not been called.
+
+        Raises:
+            RankError: a rank died, or sends nothing within the time limit.
+        """
+        mine = self._sums[unit.number]
+        told = self._ranks.all_gather(torch.tensor([mine.num_put]), what=f"reading the gradient of {unit.name!r}")
+        counts = [int(t) for t in told]
+
+        def to_add() -> list[tuple[int, int, int]]:
+            left = itertools.product(range(mine.number, max(counts)), range(self._ranks.size))
+            return [(self._step, n, rank) for n, rank in left if n < counts[rank] and (n, rank) >= (mine.number, mine.rank)]
+
+        with self._turn:
+            if mine.pieces:
+                self._wait(lambda: next(((unit, key[2]) for key in to_add() if key not in mine.pending), None))
+            total = torch.zeros_like(mine.total) if mine.empty else mine.total.clone()
+            for key in to_add() if mine.pieces else ():
+                _add_all(mine, total, mine.pending[key], first=False)
+            return total
+
+    def replace(self, unit: Unit, piece: Piece, start: int, values: torch.Tensor) -> None:
+        """Put fp32 `values` in place of this rank's sums from element `start` of the piece's segment. After `so_far`."""
+        mine = self._sums[unit.number]
+        begin = start - piece.start
+        with self._turn:
+            if mine.empty:
+                mine.total.zero_()
+                mine.empty = False
+            mine.total[piece.sum_start + begin : piece.sum_start + begin + len(values)].copy_(values)
+            itemsize = _wire(unit, piece).itemsize
+            for (step, _, _), pieces in mine.pending.items():
+                if step == self._step:
+                    pieces[mine.pieces.index(piece)][begin * itemsize : (begin + len(values)) * itemsize].zero_()
 
     def reset(self) -> None:
         """The sums are not needed any more. After `finish`, on all ranks."""
@@ -167,7 +209,7 @@ class GradientSums:
 
     @property
     def any_put(self) -> bool:
-        return any(s.num_put for s in self._sums)
+        return any(any(s.unit.contributed) for s in self._sums)
 
     def close(self) -> None:
         for mine in self._sums:
@@ -184,6 +226,12 @@ def _bytes(raw: torch.Tensor, unit: Unit, piece: Piece) -> torch.Tensor:
     segment = unit.layout.segments[piece.segment]
     itemsize = segment.grad_dtype.itemsize
     return raw[segment.grad_offset + piece.start * itemsize : segment.grad_offset + piece.stop * itemsize]
+
+
+def _add_all(mine: _Sum, total: torch.Tensor, pieces: list[torch.Tensor], *, first: bool) -> None:
+    for piece, raw in zip(mine.pieces, pieces, strict=True):
+        target = total[piece.sum_start : piece.sum_start + piece.stop - piece.start]
+        _add(target.numpy(), raw.numpy(), _wire(mine.unit, piece), first=first)
 
 
 def _add(total: np.ndarray, raw: np.ndarray, dtype: torch.dtype, *, first: bool) -> None:

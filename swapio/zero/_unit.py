@@ -180,9 +180,10 @@ class Unit:
         """An alias of the parameter's bytes is handed out: remember what they are now."""
         with self.zero.lock, quiet():
             if self.lease is not None and index not in self._hashes:
-                self._hashes[index] = self._hash(index)
+                self._hashes[index] = self.digest(index)
 
-    def _hash(self, index: int) -> int:
+    def digest(self, index: int) -> int:
+        """A hash of the bytes of a parameter of an attached unit."""
         if self.lease is None:
             raise RuntimeError("only the bytes of an attached unit can be hashed")
         slot = self.layout.slots[index]
@@ -204,10 +205,19 @@ class Unit:
             if param._version != self._versions[index]:
                 self._versions[index] = param._version
                 written.add(index)
-        written |= {index for index, before in self._hashes.items() if self._hash(index) != before}
+        for index, before in self._hashes.items():
+            self._hashes[index] = self.digest(index)  # a write is found once: later ones may not be allowed
+            if self._hashes[index] != before:
+                written.add(index)
         if written:
             self.lease.mark_dirty()
             self.stale_masters |= written
+
+    def weights_written(self, index: int) -> None:
+        """The bytes of a parameter of an attached unit were changed for the user, on all ranks."""
+        if self.lease is not None:
+            self.lease.mark_dirty()
+            self.weights_stepped([index])
 
     def weights_stepped(self, indices: Sequence[int]) -> None:
         """The optimizer changed these weights of an attached unit: no user's write, but a new version for autograd."""
@@ -216,7 +226,7 @@ class Unit:
                 _bump(self.params[index])
                 self._versions[index] = self.params[index]._version
             for index in self._hashes:
-                self._hashes[index] = self._hash(index)
+                self._hashes[index] = self.digest(index)
 
     def weights_changed_away(self, indices: Sequence[int]) -> None:
         """The same for a unit that is away."""

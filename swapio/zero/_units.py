@@ -7,7 +7,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,13 +16,16 @@ from ..errors import BudgetError, ClosedError, RankError, SwapioError
 from ..memory import Event, Lease
 from ..swap import Place, Record, RecordLease, SwapManager
 from ._gather import GatheredLease
-from ._hooks import add_window, remove_hooks, serve_state_dict
+from ._hooks import add_window, remove_hooks, serve_state_dict, windows
 from ._quiet import quiet, uninterrupted
 from ._ranks import Ranks
 from ._saved import SavedTensors
 from ._schedule import Schedule
 from ._sums import GradientSums
 from ._unit import Unit
+
+if TYPE_CHECKING:
+    from ._step import ChunkedStep
 
 __all__ = ["DeviceGrads", "UnitSet"]
 
@@ -69,6 +72,7 @@ class UnitSet:
         self.lock = threading.RLock()
         self.saved = SavedTensors()
         self.units: list[Unit] = []
+        self.stepper: ChunkedStep | None = None  # as soon as there is one
         self.serve_copies = False  # state_dict is running: detach() gives copies
         self.closed: str | None = None
         self._attached: dict[Unit, None] = {}
@@ -278,6 +282,11 @@ class UnitSet:
     def add_window(self, module: nn.Module, unit: Unit) -> None:
         """While `module` runs its forward, its unit is here and its ops run plainly."""
         self._handles += add_window(module, self, unit)
+
+    @property
+    def windows(self) -> list[nn.Module]:
+        """The modules whose forward is a window."""
+        return windows(self)
 
     def open_window(self, unit: Unit) -> None:
         with uninterrupted():
