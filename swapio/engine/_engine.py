@@ -67,6 +67,7 @@ class Engine(nn.Module):
         self.monitor = monitor
         self.checkpoint_engine: Any = None  # nothing is saved through one
         self._scaler = scaler
+        zero.loss_scale = scaler.scale if scaler is not None else 1.0
         self._boundary: bool | None = None  # as the user set it
         self._backwards = 0  # since the last step of the optimizer
         self._norm: torch.Tensor | None = None
@@ -182,6 +183,7 @@ class Engine(nn.Module):
                 self.zero.step_ended()
             if self._scaler is not None:
                 self._scaler.update(found.bad is not None)
+                self.zero.loss_scale = self._scaler.scale
         except SwapioError:
             self._failed = True
             raise

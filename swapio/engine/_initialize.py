@@ -89,7 +89,7 @@ def initialize(
     world_size, source = world()
     settings = load_config(given[0], world_size=world_size, world_size_source=source)
     _check_model(model)
-    if dist_init_required or (dist_init_required is None and world > 1):
+    if dist_init_required or (dist_init_required is None and world_size > 1):
         init_distributed(distributed_port=distributed_port)
     inner, spec = _optimizer(model, optimizer, model_parameters, settings)
     with Adoption(model) as adoption, contextlib.ExitStack() as undo:

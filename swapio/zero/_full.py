@@ -235,15 +235,20 @@ class _Known:
                 self.unit.shut()
             if self.slot.dtype is torch.float32 or self.index in self.unit.stale_masters:
                 return weight.to(torch.float32, copy=True)
+            if self.slot.dtype is torch.float16:
+                return self.read_state(None)
             master = torch.empty(self.slot.span)
             merge_(weight, self.read_state(None, torch.int16), master)
             return master
 
     def write_master(self, flat: torch.Tensor) -> None:
-        weight, low = flat, None
+        weight: torch.Tensor = flat
+        low: torch.Tensor | None = None
         if self.slot.dtype is torch.bfloat16:
             weight, low = torch.empty(self.slot.span, dtype=torch.bfloat16), torch.empty(self.slot.span, dtype=torch.int16)
             split_(flat, weight, low)
+        elif self.slot.dtype is torch.float16:
+            weight, low = flat.half(), flat
         with self.zero.lock, quiet(), self.zero.written_together():
             self.unit.open()
             try:
@@ -284,7 +289,7 @@ class _Known:
                     one = self._gathered() if rank == self.ranks.rank else torch.empty(self.slot.span)
                     self.ranks.broadcast(one, source=rank, what=f"sharing the gradient of {unit.names[self.index]!r}")
                     flat += one
-            return flat.div_(self.ranks.size)
+            return flat.div_(self.ranks.size * zero.loss_scale)
 
     def _gathered(self) -> torch.Tensor:
         """What backward passes of this rank left in the unit's buffer."""
@@ -297,6 +302,7 @@ class _Known:
         zero, unit = self.zero, self.unit
         with zero.lock, quiet():
             zero.grads_landed()
+            flat = flat * zero.loss_scale
             if not zero.partitions_grads or zero.sums is None:  # the same on each rank, which has it as its mean
                 unit.has_grad[self.index] = False
                 unit.add_grad(self.index, self.shaped(flat))

@@ -127,16 +127,16 @@ class ChunkedStep:
         """This rank's pieces of one parameter's state: which of its elements, and their values, until the next piece.
 
         Args:
-            field: one of the spec's, fp32; None: the lower halves of split masters, int16.
+            field: one of the spec's, fp32; None: what makes masters of 16-bit weights: their lower halves, int16, or all of them, fp32.
             write: the values are going to be changed.
         """
         for chunk in self._chunks[unit]:
             for begin, end, source in [p[1:] for p in _pieces(unit, chunk) if p[0] == index]:
                 with self.zero.pin(chunk.record, self.zero.step_place) as lease:
                     views = chunk.layout.views(lease.raw)
-                    values = views.fields[field] if field is not None else views.lo
+                    values = views.fields[field] if field is not None else views.lo if views.lo is not None else views.master
                     if values is None:
-                        raise RuntimeError("only a split chunk has lower halves")
+                        raise RuntimeError("fp32 weights are their own masters")
                     if write:
                         lease.mark_dirty()
                     yield slice(source, source + end - begin), values[begin:end]

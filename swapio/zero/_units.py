@@ -63,6 +63,7 @@ class UnitSet:
         self.sync = True  # gradients go to the ranks that sum them as they come
         self.modifying = False  # all ranks write weights together
         self.num_steps = 0
+        self.loss_scale = 1.0  # of fp16: gradients are that much larger until the step
         self._stepped = threading.Condition()
         self.owns_manager = owns_manager
         self.records: list[Record] = []

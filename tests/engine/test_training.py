@@ -197,3 +197,27 @@ def test_training_data_becomes_a_loader(tmp_path: Path) -> None:
     engine, _, loader, _ = swapio.initialize(model=torch.nn.Linear(1, 1), config=settings, training_data=data)
     with engine:
         assert sorted(len(y) for _, y in loader) == [2, 2, 2]
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_masters_and_gradients_can_be_seen_and_set(tmp_path: Path, dtype: str) -> None:
+    half = {"fp16": {"enabled": True, "loss_scale": 64.0}} if dtype == "fp16" else {"bf16": {"enabled": True}}
+    with swapio.initialize(model=make(), config=config(tmp_path) | half)[0] as engine:
+        param = engine.module.get_parameter("head.weight")
+        master = swapio.utils.safe_get_full_fp32_param(param)
+        assert master is not None
+        assert torch.equal(master, make().head.weight)
+        engine.backward(engine(*batch(0)))
+        grad = swapio.utils.safe_get_full_grad(param)
+        assert grad is not None
+        assert param.grad is not None
+        assert torch.allclose(grad, param.grad.float() / engine.loss_scale())
+        engine.step()
+        stepped = swapio.utils.safe_get_full_fp32_param(param)
+        assert stepped is not None
+        assert not torch.equal(stepped, master)
+        swapio.utils.safe_set_full_fp32_param(param, master)
+        again = swapio.utils.safe_get_full_fp32_param(param)
+        assert again is not None
+        assert torch.equal(again, master)
+        assert torch.equal(param.float(), (round_bf16(master) if dtype == "bf16" else master.half()).float())
