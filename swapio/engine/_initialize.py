@@ -53,6 +53,7 @@ def initialize(
     Args:
         model: any `nn.Module` with ordinary dense parameters. Its identity and that of its parameters stay.
         optimizer: a fresh `torch.optim.AdamW`, `Adam` or `SGD`, or a function from parameters to one; default: what the config names.
+            With neither, `.grad` is as in PyTorch, for an optimizer of your own, which steps what fits in `host_memory` at once.
         model_parameters: what the config's optimizer trains (parameters or groups); default: all that require a gradient.
         config: a dict or the path of a JSON file in DeepSpeed's format, with a section `swapio`; `config_params` is its old name.
         manager: a `SwapManager` to live in, which stays open after the engine; default: one of its own, from the config.
@@ -94,7 +95,15 @@ def _scheduler(engine: Engine, given: Any) -> Any:
     """The user's scheduler, or what the config names."""
     section = engine.config.scheduler
     if given is not None:
-        return given(engine.optimizer) if callable(given) else given
+        scheduler = given(engine.optimizer) if callable(given) else given
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ConfigError(
+                "lr_scheduler: ReduceLROnPlateau needs a measure at each step, which engine.step() has not; make it from engine.optimizer "
+                "after swapio.initialize, and call its step(measure)",
+                key="lr_scheduler",
+                value=scheduler,
+            )
+        return scheduler
     if section is None:
         return None
     if engine.optimizer is None:
@@ -217,7 +226,9 @@ def _engine(
     on_device = manager.device.has_memory
     keep = param_home is Place.DEVICE if on_device else capacity is None or need.everything <= capacity
     keep = keep and (ranks.alone or stage < 3)
-    zero = UnitSet(manager, owns_manager=owns, step_place=step_place, keep_attached=keep, ranks=ranks, stage=stage)
+    zero = UnitSet(
+        manager, owns_manager=owns, step_place=step_place, keep_attached=keep, ranks=ranks, stage=stage, plain_grads=inner is None
+    )
     undo.callback(zero.close, "initialize failed", restore=True)
     stepper = ChunkedStep(zero, spec, home=state_home) if spec is not None else None
     for unit_spec, layout in zip(specs, layouts, strict=True):
@@ -236,12 +247,13 @@ def _engine(
             zero.add_window(unit_spec.module, unit)
         zero.hook_gradients(unit)
     zero.leave_room_for_gradients()
-    zero.serve_state_dict(model)
     ranks.serve(zero)
     device = manager.device.torch_device
+    buffers = {b: b.to(device, _target_dtype(b, bf16)) for b in model.buffers()}  # one of several modules stays one
     for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device, _target_dtype(buffer, bf16))
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffers[buffer]
     for note in settings.notes:
         logger.info("%s", note)
     weights = sum(layout.nbytes for layout in layouts)

@@ -1,5 +1,6 @@
 """ZeRO: units of parameters that come just in time, their gradients, and the optimizer step over them."""
 
+from ._away import managed
 from ._layout import UnitLayout, UnitSpec, find_units
 from ._partition import Partition
 from ._quiet import uninterrupted
@@ -20,5 +21,6 @@ __all__ = [
     "UnitSpec",
     "chunk_layouts",
     "find_units",
+    "managed",
     "uninterrupted",
 ]

@@ -12,10 +12,9 @@ if TYPE_CHECKING:
     from ._unit import Unit
     from ._units import UnitSet
 
-__all__ = ["add_window", "remove_hooks", "serve_state_dict"]
+__all__ = ["add_window", "remove_hooks"]
 
 _WINDOWS: weakref.WeakKeyDictionary[nn.Module, tuple[UnitSet, Unit]] = weakref.WeakKeyDictionary()
-_ROOTS: weakref.WeakKeyDictionary[nn.Module, UnitSet] = weakref.WeakKeyDictionary()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -32,33 +31,15 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
         found[0].leave_window(found[1])
 
 
-def _before_state_dict(module: nn.Module, *_: Any) -> None:
-    if module in _ROOTS:
-        _ROOTS[module].serve_copies = True
-
-
-def _after_state_dict(module: nn.Module, *_: Any) -> None:
-    if module in _ROOTS:
-        _ROOTS[module].serve_copies = False
-
-
 def add_window(module: nn.Module, zero: UnitSet, unit: Unit) -> list[Any]:
     """While `module` runs its forward, `unit` is here and its ops run plainly. Returns the handles."""
     _WINDOWS[module] = (zero, unit)
     return [module.register_forward_pre_hook(_enter), module.register_forward_hook(_leave, always_call=True)]
 
 
-def serve_state_dict(model: nn.Module, zero: UnitSet) -> list[Any]:
-    """Let `state_dict()` hand out copies: views would keep every unit attached. Returns the handles."""
-    _ROOTS[model] = zero
-    return [model.register_state_dict_pre_hook(_before_state_dict), model.register_state_dict_post_hook(_after_state_dict)]
-
-
 def remove_hooks(zero: UnitSet, handles: list[Any]) -> None:
-    """Undo what the two above did for `zero`."""
+    """Undo what `add_window` did for `zero`."""
     for handle in handles:
         handle.remove()
     for module in [m for m, (owner, _) in _WINDOWS.items() if owner is zero]:
         del _WINDOWS[module]
-    for module in [m for m, owner in _ROOTS.items() if owner is zero]:
-        del _ROOTS[module]

@@ -18,7 +18,7 @@ from ..errors import UsageError
 from ..memory import Lease
 from ..spec import round_up
 from ..swap import Record, RecordLease
-from ._away import AwayParameter, WindowParameter, forget, manage, placeholder, raw_grad
+from ._away import AwayParameter, WindowParameter, forget, manage, placeholder, raw_grad, set_raw_grad
 from ._gather import GatheredLease
 from ._layout import ALIGN_NUMEL, Slot, UnitLayout
 from ._partition import Partition
@@ -265,7 +265,13 @@ class Unit:
     def take_grad(self, index: int) -> None:
         """Move what autograd accumulated in `.grad` into the unit's gradient buffer."""
         with uninterrupted():
-            grad = raw_grad(self.params[index], clear=True)
+            grad = raw_grad(self.params[index])
+            set_raw_grad(self.params[index], None)
+            if self.zero.plain_grads:
+                raise UsageError(
+                    f"the gradient of {self.names[index]!r} is not summed over the ranks, as the engine has no optimizer: "
+                    "give swapio.initialize one, or name it in the config"
+                )
             if grad is None or not self.layout.slots[index].trained:
                 return
             if grad.requires_grad:
@@ -318,6 +324,9 @@ class Unit:
 
     def set_grad(self, index: int, value: torch.Tensor | None) -> None:
         with self.zero.lock, quiet():
+            if self.zero.plain_grads:
+                set_raw_grad(self.params[index], value)
+                return
             if value is None:
                 self.has_grad[index] = False
                 if not any(self.has_grad):
@@ -338,6 +347,9 @@ class Unit:
             self.zero.end_grads(self.grads)
             self.grads = None
         self.has_grad = [False] * len(self.params)
+        if self.zero.plain_grads:
+            for param in self.params:
+                set_raw_grad(param, None)
 
     # --- the end ---
 

@@ -37,10 +37,7 @@ def left(path: Path) -> list[str]:
     return files + opened + [t.name for t in threading.enumerate() if t.name.startswith("swapio")]
 
 
-DELETED = pytest.param("deleted", marks=pytest.mark.xfail(strict=True, reason="gradient hooks keep parameters, units and the store"))
-
-
-@pytest.mark.parametrize("end", ["closed", DELETED])
+@pytest.mark.parametrize("end", ["closed", "deleted"])
 def test_twenty_engines_one_after_the_other(tmp_path: Path, end: str, request: pytest.FixtureRequest) -> None:
     process = psutil.Process()
     made: list[weakref.ref[Any]] = []
@@ -220,12 +217,9 @@ class Fails(torch.autograd.Function):
         ("recomputation", ValueError("mine")),
         ("forward", KeyboardInterrupt("mine")),
         ("backward", KeyboardInterrupt("mine")),
-        pytest.param(
-            "recomputation", KeyboardInterrupt("mine"),
-            marks=pytest.mark.xfail(strict=True, reason="the window's saved-tensor hooks went with the backward, and are popped again"),
-        ),
+        ("recomputation", KeyboardInterrupt("mine")),
     ],
-)  # fmt: skip
+)
 def test_training_goes_on_after_an_exception(
     tmp_path: Path, where: str, error: BaseException, place: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,7 +260,6 @@ def test_training_goes_on_after_an_exception(
             assert torch.equal(param.grad, want.grad)  # type: ignore[arg-type]
 
 
-@pytest.mark.xfail(strict=True, reason="any error of the package counts as a failed transfer, and the weights are not given back")
 def test_a_refused_call_does_not_cost_the_weights(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Embedding(64, 64, sparse=True), nn.Linear(64, 64))
     engine = swapio.initialize(model=model, config=config(tmp_path))[0]
@@ -371,7 +364,6 @@ def test_copies_of_a_model_need_no_engine(tmp_path: Path) -> None:
         copied(*batch(0)).backward()
 
 
-@pytest.mark.xfail(strict=True, reason="cannot pickle '_thread.lock' object, says Python")
 @pytest.mark.parametrize("copier", [copy.deepcopy, pickle.dumps])
 def test_copying_an_engine_says_what_can_be_copied(tmp_path: Path, copier: Callable[[Any], Any]) -> None:
     with managed(tmp_path, layers()) as engine, pytest.raises(swapio.UsageError, match=r"\.module"):

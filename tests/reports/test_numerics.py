@@ -314,7 +314,6 @@ def test_buffers_change_as_ever(tmp_path: Path, place: tuple[str, str, str]) -> 
     same_as_pytorch(tmp_path, buffered, mean_square, steps=4, place=place)
 
 
-@pytest.mark.xfail(strict=True, reason="each module gets a converted copy of its own")
 def test_a_buffer_of_two_modules_stays_one_when_converted(tmp_path: Path) -> None:
     with managed(tmp_path, buffered(), dtype="bf16") as engine:
         mean_square(engine.module, 0)
@@ -341,9 +340,7 @@ def test_what_the_optimizer_cannot_do_is_an_error(tmp_path: Path) -> None:
         check_same(train(engine, mean_square, steps=2), train_plain(layers(), mean_square, steps=2))
 
 
-@pytest.mark.parametrize(
-    "call", ["optimizer", "given", pytest.param("engine", marks=pytest.mark.xfail(strict=True, reason="engine.step() goes round it"))]
-)
+@pytest.mark.parametrize("call", ["optimizer", "given", "engine"])
 @pytest.mark.parametrize("hooked", ["optimizer", "given"])
 def test_step_hooks_are_run(tmp_path: Path, call: str, hooked: str) -> None:
     model, seen = layers(), list[str]()
@@ -375,7 +372,6 @@ def test_a_scheduler_that_writes_betas(tmp_path: Path) -> None:
         check_same(([], train(engine, mean_square, steps=5)[1]), ([], values(plain)))
 
 
-@pytest.mark.xfail(strict=True, reason="the first step is taken, and then the scheduler lacks its argument")
 def test_a_scheduler_that_needs_a_measure_is_refused(tmp_path: Path) -> None:
     with pytest.raises(swapio.ConfigError, match="ReduceLROnPlateau"):
         swapio.initialize(model=layers(), config=config(tmp_path), lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
@@ -413,7 +409,6 @@ def test_zero_grad_of_the_module(tmp_path: Path) -> None:
     both(tmp_path, layers, run)
 
 
-@pytest.mark.xfail(strict=True, reason="without an optimizer of its own the engine drops every gradient, and the user's finds None")
 def test_an_optimizer_that_the_engine_does_not_know_trains_or_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = config(tmp_path)
     del settings["optimizer"]
