@@ -247,7 +247,7 @@ class ChunkedStep:
                     lease.mark_dirty()
             if zero.stage in (1, 2):
                 self._share_weights(unit, weights.raw)
-            weights.mark_dirty()
+            weights.mark_dirty(span=self._stepped_bytes(unit))
         unit.stale_masters.clear()
         if unit.lease is not None:  # the view must show the new weights
             if not isinstance(unit.lease, GatheredLease):
@@ -255,6 +255,15 @@ class ChunkedStep:
             unit.weights_stepped(stepped)
         else:
             unit.weights_changed_away(stepped)
+
+    def _stepped_bytes(self, unit: Unit) -> slice:
+        """Around all trained weights in the unit's record: frozen ones beside them need not be written back."""
+        zero = self.zero
+        if zero.partitions_weights:
+            spans = [(p.shard_offset, p.nbytes) for p in unit.partition.pieces[zero.ranks.rank] if p.trained]
+        else:
+            spans = [(p.offset, p.nbytes) for owned in unit.partition.pieces for p in owned if p.trained]
+        return slice(min((first for first, _ in spans), default=0), max((first + nbytes for first, nbytes in spans), default=0))
 
     def _used(self, record: Record) -> None:
         if self.zero.schedule is not None:

@@ -83,7 +83,6 @@ def test_frozen_units_are_never_written(tmp_path: Path, place: tuple[str, str, s
     check_same(got, train_plain(head_only(), mean_square, steps=3))
 
 
-@pytest.mark.xfail(strict=True, reason="a unit is written whole, its frozen weights too")
 def test_frozen_weights_beside_trained_ones_are_not_written(tmp_path: Path) -> None:
     with managed(tmp_path, adapted()) as engine:
         engine.manager.flush().wait()
