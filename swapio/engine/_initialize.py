@@ -23,6 +23,7 @@ from ..zero import CHUNK_NUMEL, ChunkedStep, Partition, Ranks, Unit, UnitLayout,
 from ._budget import host_need
 from ._engine import Engine
 from ._monitor import Monitor
+from ._originals import Originals
 from ._scaler import LossScaler
 from ._schedulers import scheduler_from_config
 
@@ -229,8 +230,9 @@ def _engine(
     zero = UnitSet(
         manager, owns_manager=owns, step_place=step_place, keep_attached=keep, ranks=ranks, stage=stage, plain_grads=inner is None
     )
-    undo.callback(zero.close, "initialize failed", restore=True)
     stepper = ChunkedStep(zero, spec, home=state_home) if spec is not None else None
+    originals = Originals(stepper)
+    undo.callback(zero.close, "initialize failed", restore=True, value=originals.value)
     for unit_spec, layout in zip(specs, layouts, strict=True):
         partition = Partition(layout, ranks.size)
         record = zero.create(unit_spec.name, partition.shard_nbytes[ranks.rank] if zero.partitions_weights else layout.nbytes, param_home)
@@ -240,6 +242,7 @@ def _engine(
             zero.sums.add_unit(unit)
         if stepper is not None:
             stepper.add_unit(unit)
+        originals.keep(unit)
         _take_over(unit, stepper, manager.device.torch_device)
         _return_free_memory()
         zero.units.append(unit)
@@ -250,10 +253,8 @@ def _engine(
     ranks.serve(zero)
     device = manager.device.torch_device
     buffers = {b: b.to(device, _target_dtype(b, bf16)) for b in model.buffers()}  # one of several modules stays one
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffers[buffer]
+    undo.callback(_replace_buffers, model, {new: old for old, new in buffers.items()})
+    _replace_buffers(model, buffers)
     for note in settings.notes:
         logger.info("%s", note)
     weights = sum(layout.nbytes for layout in layouts)
@@ -284,6 +285,13 @@ def _return_free_memory() -> None:
 
 def _target_dtype(tensor: torch.Tensor, bf16: bool) -> torch.dtype:
     return torch.bfloat16 if bf16 and tensor.is_floating_point() else tensor.dtype
+
+
+def _replace_buffers(model: nn.Module, replacements: dict[torch.Tensor, torch.Tensor]) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer in replacements:
+                module._buffers[name] = replacements[buffer]
 
 
 def _same_values(model: nn.Module, ranks: Ranks) -> None:

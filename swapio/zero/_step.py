@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from ..errors import UsageError
-from ..optim import ChunkLayout, ChunkStepper, Group, OptimizerSpec, StepRange, chunk_layout, first_nonfinite, split_
+from ..optim import ChunkLayout, ChunkStepper, Group, OptimizerSpec, StepRange, chunk_layout, first_nonfinite, merge_, split_
 from ..swap import Place, Record
 from ._gather import GatheredLease
 from ._layout import ALIGN_NUMEL, Slot, UnitLayout
@@ -118,6 +118,21 @@ class ChunkedStep:
                     part = flat[source : source + end - begin].to(lo.device)
                     split_(part, hi[begin:end], lo[begin:end])
                 lease.mark_dirty(nbytes=chunk.layout.head_nbytes)
+
+    def master(self, unit: Unit, index: int, weight: torch.Tensor) -> torch.Tensor:
+        """The fp32 master of a trained bfloat16 parameter, from its present `weight`, a dense view; alone, without other ranks."""
+        slot = unit.layout.slots[index]
+        master = torch.empty_strided(slot.shape, slot.stride, dtype=torch.float32, device=weight.device)
+        flat, hi = master.as_strided((slot.span,), (1,)), weight.as_strided((slot.span,), (1,))
+        for chunk in self._chunks[unit]:
+            for _, begin, end, source in (p for p in _pieces(unit, chunk) if p[0] == index):
+                with self.zero.pin(chunk.record, self.zero.step_place) as lease:
+                    lo = chunk.layout.views(lease.raw).lo
+                    if lo is None:
+                        raise RuntimeError("a chunk of bfloat16 weights has lower halves")
+                    part = slice(source, source + end - begin)
+                    merge_(hi[part], lo[begin:end].to(weight.device), flat[part])
+        return master
 
     def state_nbytes(self) -> int:
         return sum(c.layout.nbytes for chunks in self._chunks.values() for c in chunks)

@@ -7,7 +7,7 @@ What autograd saved of a parameter past the hooks is no view: bumping the versio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -353,15 +353,16 @@ class Unit:
 
     # --- the end ---
 
-    def restore(self) -> None:
-        """Make the parameters ordinary again, in memory of their own."""
+    def restore(self, value: Callable[[Unit, int, torch.Tensor], torch.Tensor] | None) -> None:
+        """Make the parameters ordinary again, in memory of their own: copies, or what `value` makes of the weight of an index."""
         self.open()
         try:
             with quiet():
                 for index, param in enumerate(self.params):
                     if self.lease is None:
                         raise RuntimeError(f"{self.name!r} went away while it was given back")
-                    _SET_DATA(param, self.layout_view(self.lease.raw, index).clone())
+                    weight = self.layout_view(self.lease.raw, index)
+                    _SET_DATA(param, weight.clone() if value is None else value(self, index, weight))
                     param.__class__ = nn.Parameter
                     forget(param)
         finally:

@@ -331,8 +331,12 @@ class UnitSet:
 
     # --- the end ---
 
-    def close(self, reason: str, *, restore: bool) -> None:
-        """Take the hooks off; give the parameters their data back, or leave them away with `reason` as the error of any use."""
+    def close(self, reason: str, *, restore: bool, value: Callable[[Unit, int, torch.Tensor], torch.Tensor] | None = None) -> None:
+        """Take the hooks off; give the parameters their data back, or leave them away with `reason` as the error of any use.
+
+        Args:
+            value: makes the data of parameter `index` of a unit from its weight; default: a copy. May use the optimizer's state.
+        """
         with self.lock:
             self.close_windows()
             remove_hooks(self, self._handles)
@@ -341,7 +345,7 @@ class UnitSet:
                 unit.drop_grads()
             try:
                 if restore:
-                    self._restore()
+                    self._restore(value)
             except SwapioError as error:
                 logger.warning("the weights could not be given back to the module: %s", error)
             finally:
@@ -356,12 +360,13 @@ class UnitSet:
                 if not self.owns_manager and not self.manager.closed:
                     self._remove(self.records)
 
-    def _restore(self) -> None:
+    def _restore(self, value: Callable[[Unit, int, torch.Tensor], torch.Tensor] | None) -> None:
         """Give the weights back unit by unit; what the store held of each goes before the next comes, so both never lie in memory whole."""
         weights = {unit.record for unit in self.units}
-        self._remove([r for r in self.records if r not in weights])
+        if value is None:
+            self._remove([r for r in self.records if r not in weights])
         for unit in self.units:
-            unit.restore()
+            unit.restore(value)
             unit.abandon()
             if not self.partitions_weights:
                 self._remove([unit.record])

@@ -303,7 +303,7 @@ def test_nonfinite_gradient_skips_the_step(tmp_path: Path, caplog: pytest.LogCap
         loss = engine(*batch(0)) * float("inf")
         engine.backward(loss)
         engine.step()
-        assert (engine.was_step_applied(), engine.skipped_steps, engine.global_steps) == (False, 1, 2)
+        assert (engine.was_step_applied(), engine.skipped_steps, engine.global_steps) == (False, 1, 3)
         assert "not finite" in caplog.text
         for a, b in zip(before, models.values(engine.module), strict=True):
             assert torch.equal(a, b)
@@ -509,9 +509,9 @@ def test_closing_holds_the_weights_once(tmp_path: Path) -> None:
     given_back, most = 0, 0
     restore = type(engine.zero.units[0]).restore
 
-    def watched(unit: Any) -> None:
+    def watched(unit: Any, value: Any) -> None:
         nonlocal given_back, most
-        restore(unit)
+        restore(unit, value)
         given_back += unit.layout.nbytes
         most = max(most, given_back + engine.manager.arena.mapped_nbytes)
 

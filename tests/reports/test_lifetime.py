@@ -75,11 +75,23 @@ def test_closing_does_not_depend_on_the_optimizer(tmp_path: Path, optimizer: str
     assert all(type(p) is nn.Parameter and p.grad is None for p in model.parameters())
 
 
+def half_frozen() -> nn.Sequential:
+    """Two trained units and a frozen one, with a buffer; numbers that bfloat16 rounds to even, and in both ways."""
+    model = layers()
+    model[2].requires_grad_(False).register_buffer("scale", torch.rand(3))
+    with torch.no_grad():
+        for layer in (model[0][0], model[2][0]):  # type: ignore[index]
+            bits = layer.weight.view(torch.int32)
+            bits[:, ::2] = bits[:, ::2] & -0x10000 | 0x8000
+            layer.weight[0, :4] = torch.tensor([0.0, -0.0, float("inf"), -3.4028234663852886e38])
+    return model
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_failures_at_each_stage_of_initialize(tmp_path: Path, dtype: str) -> None:
     """The n-th call of the storage fails, for every n: that error alone comes out, and nothing stays behind."""
     for number in range(100):
-        model = layers(count=2)
+        model = half_frozen()
         storage = FaultyStorage(MemoryStorage())
         calls = iter(range(100))
         storage.fail = lambda action, name, calls=calls, number=number: errno.EIO * (next(calls) == number)  # type: ignore[misc]
@@ -92,8 +104,7 @@ def test_failures_at_each_stage_of_initialize(tmp_path: Path, dtype: str) -> Non
                 assert manager.keys() == []
                 assert manager.stats()["host_memory_used"] == 0
                 assert all(type(p) is nn.Parameter for p in model.parameters())
-                if dtype == "fp32":
-                    check_same(([], values(model)), ([], values(layers(count=2))))
+                check_same(([], values(model)), ([], values(half_frozen())))
                 continue
             engine.abandon()
             break
@@ -115,12 +126,13 @@ def test_a_failing_scheduler_undoes_initialize(tmp_path: Path) -> None:
         check_same(train(engine, mean_square, steps=2), train_plain(layers(), mean_square, steps=2))
 
 
-@pytest.mark.xfail(strict=True, reason="what was taken over comes back rounded to 16 bits")
 def test_a_failed_initialize_gives_the_fp32_weights_back(tmp_path: Path) -> None:
-    model = layers()
+    model = half_frozen()
+    buffer = model[2].scale
     with pytest.raises(KeyError, match="a scheduler of the user"):
         swapio.initialize(model=model, config=config(tmp_path, dtype="bf16"), lr_scheduler=fail)
-    check_same(([], values(model)), ([], values(layers())))
+    check_same(([], values(model)), ([], values(half_frozen())))
+    assert model[2].scale is buffer
 
 
 def test_initialize_again_after_the_end(tmp_path: Path) -> None:
