@@ -301,7 +301,8 @@ def _validate(model: type[Model], values: dict[str, Any], prefix: str) -> Model:
     if first["type"] == "missing" and key.endswith(f".{first['loc'][-1]}"):
         raise ConfigError(f"{key}: missing, and it has no default; write a value", key=key)
     message = first["msg"].removeprefix("Value error, ")
-    raise ConfigError(f"{key}: {message[0].lower() + message[1:]} (got {value!r})", key=key, value=value)
+    got = f" (got {value!r})" if value != () else ""  # an empty tuple is a default: nothing was given
+    raise ConfigError(f"{key}: {message[0].lower() + message[1:]}{got}", key=key, value=value)
 
 
 def _nearest(key: str) -> str:

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from ..config import SwapioConfig
-from ..errors import ClosedError, ConfigError, SwapioError, UsageError
+from ..errors import ClosedError, ConfigError, RankError, StorageError, TransferTimeoutError, UsageError
 from ..spec import format_nbytes
 from ..swap import SwapManager
-from ..zero import ChunkedStep, UnitSet, uninterrupted
+from ..zero import ChunkedStep, UnitSet, managed, uninterrupted
 from ._monitor import Monitor
 from ._optimizer import EngineOptimizer
 from ._scaler import LossScaler
@@ -25,6 +25,7 @@ from ._scaler import LossScaler
 __all__ = ["Engine"]
 
 logger = logging.getLogger("swapio")
+_BROKEN = (StorageError, TransferTimeoutError, RankError)  # after these the store may have lost weights
 
 
 class Engine(nn.Module):
@@ -98,7 +99,7 @@ class Engine(nn.Module):
         depth = self.zero.depth
         try:
             return self.module(*args, **kwargs)
-        except SwapioError:
+        except _BROKEN:
             self._failed = True
             raise
         finally:
@@ -126,7 +127,7 @@ class Engine(nn.Module):
         try:
             scaled.backward(retain_graph=retain_graph)
             self.zero.backward_ended()
-        except SwapioError:
+        except _BROKEN:
             self._failed = True
             raise
         finally:
@@ -148,28 +149,30 @@ class Engine(nn.Module):
         if not boundary:
             self._step_applied = False
             return
-        self._optimizer_step()
+        self._own_optimizer().step()  # which runs its hooks
         if self._step_applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self._report()
 
     def _optimizer_step(self) -> None:
         self._check()
-        if self._stepper is None or self.optimizer is None:
-            raise UsageError("this engine has no optimizer: give swapio.initialize one, or name it in the config")
+        optimizer, stepper = self._own_optimizer(), self._stepper
+        if stepper is None:
+            raise RuntimeError("an optimizer comes with its stepper")
+        self._check_membership()
         self.zero.close_windows()
         try:
             with uninterrupted(), self.zero.lock:
-                self._stepper.check()
-                found = self._stepper.gradients(any_dtype=self._scaler is not None)
+                stepper.check()
+                found = stepper.gradients(any_dtype=self._scaler is not None)
                 self._step_applied = found.bad is None
                 scale = self.world_size * (self._scaler.scale if self._scaler is not None else 1.0)
                 self._norm = found.norm / scale
                 if found.bad is None:
                     limit = self.gradient_clipping()
                     factor = float(torch.clamp(limit / (self._norm + 1e-6), max=1.0)) if limit else 1.0
-                    self._stepper.step(self.optimizer.param_groups, scale=scale, factor=factor)
-                    self.optimizer.stepped()
+                    stepper.step(optimizer.param_groups, scale=scale, factor=factor)
+                    optimizer.stepped()
                 else:
                     self.skipped_steps += 1
                     skipped = f"{self.skipped_steps} steps skipped so far"
@@ -184,9 +187,26 @@ class Engine(nn.Module):
             if self._scaler is not None:
                 self._scaler.update(found.bad is not None)
                 self.zero.loss_scale = self._scaler.scale
-        except SwapioError:
+        except _BROKEN:
             self._failed = True
             raise
+
+    def _own_optimizer(self) -> EngineOptimizer:
+        if self.optimizer is not None:
+            return self.optimizer
+        if self.config.optimizer is not None:
+            raise UsageError("nothing is trained: no parameter required a gradient at swapio.initialize; call requires_grad_() before it")
+        raise UsageError("this engine has no optimizer: give swapio.initialize one, or name it in the config")
+
+    def _check_membership(self) -> None:
+        """Parameters that came into the model after `initialize` get gradients that the optimizer would never see."""
+        new = [name for name, param in self.module.named_parameters() if param.requires_grad and managed(param) is None]
+        if new:
+            names = " ... ".join(repr(name) for name in dict.fromkeys((new[0], new[-1])))
+            raise UsageError(
+                f"{names} ({len(new)} parameters) came into the model after swapio.initialize and would never be trained: close the engine "
+                "and initialize again, or keep them outside the model; load weights with load_state_dict(assign=False)"
+            )
 
     def _report(self) -> None:
         """Tell the monitor and the log what a step was."""
@@ -480,13 +500,16 @@ class Engine(nn.Module):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, SwapioError):
+        if isinstance(error, _BROKEN):
             self._failed = True
         self.close()
 
     def _check(self) -> None:
         if not self._finalizer.alive:
             raise ClosedError("the engine is closed; call swapio.initialize again")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError("an engine holds files and threads and cannot be copied or pickled; copy engine.module, or its state_dict()")
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -37,6 +37,7 @@ from ._budget import host_need
 from ._distributed import init_distributed
 from ._engine import Engine
 from ._monitor import Monitor
+from ._originals import Originals
 from ._scaler import LossScaler
 from ._schedulers import scheduler_from_config
 
@@ -67,6 +68,7 @@ def initialize(
     Args:
         model: any `nn.Module` with ordinary dense parameters. Its identity and that of its parameters stay.
         optimizer: a fresh `torch.optim.AdamW`, `Adam` or `SGD`, or a function from parameters to one; default: what the config names.
+            With neither, `.grad` is as in PyTorch, for an optimizer of your own, which steps what fits in `host_memory` at once.
         dist_init_required: join the ranks with `init_distributed`; default: where `WORLD_SIZE` says that there are several.
         model_parameters: what the config's optimizer trains (parameters or groups); default: all that require a gradient.
         config: a dict or the path of a JSON file in DeepSpeed's format, with a section `swapio`; `config_params` is its old name.
@@ -112,7 +114,15 @@ def _scheduler(engine: Engine, given: Any) -> Any:
     """The user's scheduler, or what the config names."""
     section = engine.config.scheduler
     if given is not None:
-        return given(engine.optimizer) if callable(given) else given
+        scheduler = given(engine.optimizer) if callable(given) else given
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ConfigError(
+                "lr_scheduler: ReduceLROnPlateau needs a measure at each step, which engine.step() has not; make it from engine.optimizer "
+                "after swapio.initialize, and call its step(measure)",
+                key="lr_scheduler",
+                value=scheduler,
+            )
+        return scheduler
     if section is None:
         return None
     if engine.optimizer is None:
@@ -214,9 +224,12 @@ def _engine(
     on_device = manager.device.has_memory
     keep = param_home is Place.DEVICE if on_device else capacity is None or need.everything <= capacity
     keep = keep and (ranks.alone or stage < 3)
-    zero = UnitSet(manager, owns_manager=owns, step_place=step_place, keep_attached=keep, ranks=ranks, stage=stage)
-    undo.callback(zero.close, "initialize failed", restore=True)
+    zero = UnitSet(
+        manager, owns_manager=owns, step_place=step_place, keep_attached=keep, ranks=ranks, stage=stage, plain_grads=inner is None
+    )
     stepper = ChunkedStep(zero, spec, home=state_home) if spec is not None else None
+    originals = Originals(stepper)
+    undo.callback(zero.close, "initialize failed", restore=True, value=originals.value)
     for unit_spec, layout in zip(specs, layouts, strict=True):
         partition = Partition(layout, ranks.size)
         record = zero.create(unit_spec.name, partition.shard_nbytes[ranks.rank] if zero.partitions_weights else layout.nbytes, param_home)
@@ -227,6 +240,7 @@ def _engine(
         if stepper is not None:
             stepper.add_unit(unit)
         adoption.prepare(unit_spec.params)
+        originals.keep(unit)
         _take_over(unit, stepper, manager.device.torch_device)
         trim_heap()
         adoption.put_away(zero)
@@ -235,12 +249,12 @@ def _engine(
             zero.add_window(unit_spec.module, unit)
         zero.hook_gradients(unit)
     zero.leave_room_for_gradients()
-    zero.serve_state_dict(model)
+    zero.load_together(model)
     ranks.serve(zero)
     device = manager.device.torch_device
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device, _target_dtype(buffer, dtype))
+    buffers = {b: b.to(device, _target_dtype(b, dtype)) for b in model.buffers()}  # one of several modules stays one
+    undo.callback(_replace_buffers, model, {new: old for old, new in buffers.items()})
+    _replace_buffers(model, buffers)
     for note in settings.notes:
         logger.info("%s", note)
     weights = sum(layout.nbytes for layout in layouts)
@@ -265,6 +279,13 @@ def _engine(
 
 def _target_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def _replace_buffers(model: nn.Module, replacements: dict[torch.Tensor, torch.Tensor]) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer in replacements:
+                module._buffers[name] = replacements[buffer]
 
 
 def _same_values(model: nn.Module, ranks: Ranks) -> None:

@@ -20,7 +20,7 @@ from ..memory import Arena, Device, Lease, get_device
 from ..spec import parse_nbytes
 from ._auto import auto_host_memory
 from ._mover import Mover
-from ._record import Place, Record, TensorSpec
+from ._record import Place, Record, TensorSpec, hull
 from ._transfer import Transfer
 
 __all__ = ["Acquisition", "RecordLease", "SwapManager"]
@@ -53,7 +53,7 @@ class RecordLease:
         self._mover = mover
         self._place = place
         self._owner = owner
-        self._dirty = False
+        self._dirty: slice | None = None
         self._released = False
         self.record = record
         copy = record.host if place is Place.HOST else record.device
@@ -70,20 +70,23 @@ class RecordLease:
             raise ClosedError(f"the lease of {self.record.key!r} was released; acquire it again")
         return self.record.spec.view(self.raw)
 
-    def mark_dirty(self, *, nbytes: int | None = None) -> None:
+    def mark_dirty(self, *, nbytes: int | None = None, span: slice | None = None) -> None:
         """The bytes were, or will be until `release`, changed: they are written back after it.
 
-        `nbytes` says that all after these is zeros, and need not be stored.
+        Args:
+            nbytes: all after these is zeros, and need not be stored.
+            span: only these bytes were changed, `slice(start, stop)`; default: all.
         """
         if self._released:
             raise ClosedError(f"the lease of {self.record.key!r} was released; mark it dirty before")
-        self._dirty = True
-        self.record.content_nbytes = self.record.nbytes if nbytes is None else nbytes
+        span = span if span is not None else slice(0, self.record.nbytes)
+        self._dirty = hull(self._dirty, span)
+        self.record.content_nbytes = max(self.record.content_nbytes, span.stop) if nbytes is None else nbytes
 
     def publish(self) -> None:
         """Let what was changed count at once, for uses of the record elsewhere; the lease goes on."""
         self._mover.publish(self.record, self._place, dirty=self._dirty)
-        self._dirty = False
+        self._dirty = None
 
     def release(self) -> None:
         """Unpin. Idempotent."""
@@ -359,7 +362,7 @@ class SwapManager:
         def undo(done: Transfer[bool]) -> None:
             with contextlib.suppress(BaseException):
                 done.wait(0)
-                self.mover.unpin(record, place, owner, dirty=False)
+                self.mover.unpin(record, place, owner, dirty=None)
 
         transfer.add_done_callback(undo)
 

@@ -109,8 +109,8 @@ class Mover:
             record.prefetched = False
         return True
 
-    def unpin(self, record: Record, place: Place, owner: object, *, dirty: bool) -> None:
-        """Undo one pin; `dirty` says that the bytes were changed."""
+    def unpin(self, record: Record, place: Place, owner: object, *, dirty: slice | None) -> None:
+        """Undo one pin; `dirty` says which bytes were changed."""
         self.publish(record, place, dirty=dirty)
         with record.lock:
             record.pins.remove((place, owner))
@@ -119,13 +119,13 @@ class Mover:
         else:
             self.wake()
 
-    def publish(self, record: Record, place: Place, *, dirty: bool) -> None:
-        """The caller's use of a pinned copy until now is over; `dirty` makes that copy the only current one."""
+    def publish(self, record: Record, place: Place, *, dirty: slice | None) -> None:
+        """The caller's use of a pinned copy until now is over; if bytes of it are `dirty`, that copy is the only current one."""
         if place is Place.DEVICE and record.device is not None:
             record.device.used = self.device.record()
         with record.lock:
-            if dirty and not record.removed:
-                record.touched(place)
+            if dirty is not None and not record.removed:
+                record.touched(place, dirty)
 
     def count_nvme(self, nbytes: int) -> None:
         """A record of `nbytes` came to rest on NVMe, or (negative) went."""
@@ -213,12 +213,15 @@ class Mover:
         finally:
             self._active -= 1
 
-    async def _io(self, start: Callable[..., None], record: Record, lease: Lease, nbytes: int, priority: int) -> None:
+    async def _io(self, start: Callable[..., None], record: Record, lease: Lease, span: slice, priority: int) -> int:
+        """Move the pages around the bytes `span`; returns their size in bytes."""
         extent = record.extent
         if extent is None:
             raise RuntimeError(f"{record.key!r} has no extent")
-        buffer = lease.buffer[: round_up(nbytes, PAGE_NBYTES)]
-        await self._elsewhere(lambda done: start(extent.offset, buffer, name=record.key, priority=priority, done=done))
+        first = span.start // PAGE_NBYTES * PAGE_NBYTES
+        buffer = lease.buffer[first : round_up(span.stop, PAGE_NBYTES)]
+        await self._elsewhere(lambda done: start(extent.offset + first, buffer, name=record.key, priority=priority, done=done))
+        return buffer.nbytes
 
     async def _elsewhere(self, start: Callable[[Callable[[BaseException | None], None]], None]) -> None:
         """Await what another thread does: `start(done)` begins it, and it calls `done(error or None)` at its end."""
@@ -290,9 +293,8 @@ class Mover:
         stored = record.stored_nbytes
         with record.moving(Residency.READING):
             if stored:
-                await self._io(self.io.read, record, lease, stored, priority)
+                self.counters["bytes_read"] += await self._io(self.io.read, record, lease, slice(0, stored), priority)
                 self._event("read", record)
-                self.counters["bytes_read"] += round_up(stored, PAGE_NBYTES)
             if record.nbytes > stored:  # never written: zeros
                 ctypes.memset(lease.tensor.data_ptr() + stored, 0, record.nbytes - stored)
 
@@ -374,16 +376,18 @@ class Mover:
             raise RuntimeError(f"{record.key!r}: nothing to write")
         with record.lock:
             generation = record.generation
-            nbytes = record.content_nbytes
+            content, changed = record.content_nbytes, record.changed or slice(0, record.nbytes)
+        # what lies between the stored bytes and the changed ones must be in the file too
+        span = slice(min(changed.start, record.stored_nbytes), min(changed.stop, content))
         with record.moving(Residency.WRITING):
-            if nbytes:
-                await self._io(self.io.write, record, lease, nbytes, WRITE_BACK)
+            if span.start < span.stop:
+                self.counters["bytes_written"] += await self._io(self.io.write, record, lease, span, WRITE_BACK)
         self._event("write", record)
-        self.counters["bytes_written"] += round_up(nbytes, PAGE_NBYTES)
-        record.stored_nbytes = nbytes
+        record.stored_nbytes = min(content, max(record.stored_nbytes, span.stop))
         with record.lock:
             if record.generation == generation:
                 record.current[Place.NVME] = True
+                record.changed = None
 
     # --- memory ---
 

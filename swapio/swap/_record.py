@@ -21,7 +21,7 @@ from ..errors import ConfigError, UsageError
 from ..memory import Event, Lease
 from ..spec import Extent
 
-__all__ = ["MAY_START", "DeviceCopy", "Place", "Record", "Residency", "TensorSpec"]
+__all__ = ["MAY_START", "DeviceCopy", "Place", "Record", "Residency", "TensorSpec", "hull"]
 
 
 class Place(enum.IntEnum):
@@ -117,12 +117,17 @@ class DeviceCopy:
         return bool(torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata) > self._uses)
 
 
+def hull(a: slice | None, b: slice) -> slice:
+    """The smallest range around both."""
+    return b if a is None else slice(min(a.start, b.start), max(a.stop, b.stop))
+
+
 class Record:
     """The state of one key. The manager's loop thread is the only writer, except under `lock`: pins and generation."""
 
     __slots__ = (
-        "busy", "content_nbytes", "current", "device", "error", "extent", "generation", "home", "host", "key", "last_use", "lock",
-        "movement", "nbytes", "next_use", "pins", "prefetched", "removed", "since", "spec", "stored_nbytes",
+        "busy", "changed", "content_nbytes", "current", "device", "error", "extent", "generation", "home", "host", "key",
+        "last_use", "lock", "movement", "nbytes", "next_use", "pins", "prefetched", "removed", "since", "spec", "stored_nbytes",
     )  # fmt: skip
 
     def __init__(self, key: str, nbytes: int, home: Place, spec: TensorSpec, extent: Extent | None, busy: Any) -> None:
@@ -133,6 +138,7 @@ class Record:
         self.extent = extent
         self.content_nbytes = nbytes  # what a write-back has to store; the rest is zeros
         self.stored_nbytes = 0  # bytes of the extent ever written; the rest of the record is zeros
+        self.changed: slice | None = None  # bytes that may differ from those in the extent
         self.movement: Residency | None = None
         self.since = time.monotonic()
         self.host: Lease | None = None
@@ -184,7 +190,8 @@ class Record:
     def pinned(self, place: Place) -> bool:
         return any(p is place for p, _ in self.pins)
 
-    def touched(self, place: Place) -> None:
-        """The copy in `place` was changed: it alone is current. Call under `lock`."""
+    def touched(self, place: Place, span: slice) -> None:
+        """The bytes `span` of the copy in `place` were changed: it alone is current. Call under `lock`."""
         self.current = [p is place for p in Place]
         self.generation += 1
+        self.changed = hull(self.changed, span)

@@ -1,5 +1,6 @@
 """ZeRO: units of parameters that come just in time, their gradients, and the optimizer step over them."""
 
+from ._away import managed
 from ._construct import ConstructionSet, constructed, give_back, shares_constructed
 from ._full import (
     safe_get_full_fp32_param,
@@ -43,6 +44,7 @@ __all__ = [
     "constructed",
     "find_units",
     "give_back",
+    "managed",
     "register_external_parameter",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",

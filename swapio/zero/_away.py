@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import collections
 import io
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from multiprocessing.reduction import ForkingPickler
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,10 +29,11 @@ from ._quiet import uninterrupted
 if TYPE_CHECKING:
     from ._unit import Unit
 
-__all__ = ["AwayParameter", "ManagedParameter", "WindowParameter", "forget", "manage", "managed", "placeholder", "raw_grad"]
+__all__ = ["AwayParameter", "ManagedParameter", "WindowParameter", "forget", "manage", "managed", "placeholder", "raw_grad", "set_raw_grad"]
 
 _T = torch.Tensor
 _OFF = torch._C.DisableTorchFunctionSubclass
+_STATE_DICT = nn.Module.state_dict.__code__
 _REGISTRY: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[Unit], int]] = {}  # nothing is kept on the parameter itself
 _NANS: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
@@ -98,13 +101,16 @@ def managed(param: object) -> tuple[Unit, int] | None:
     return unit, entry[2]
 
 
-def raw_grad(param: nn.Parameter, *, clear: bool = False) -> torch.Tensor | None:
+def raw_grad(param: nn.Parameter) -> torch.Tensor | None:
     """What autograd left in `.grad`, past the classes below."""
     with _OFF():
         grad: torch.Tensor | None = _GRAD_GET(param)
-        if clear:
-            _GRAD_SET(param, None)
     return grad
+
+
+def set_raw_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
+    with _OFF():
+        _GRAD_SET(param, grad)
 
 
 def _collect(value: Any, found: list[nn.Parameter]) -> None:
@@ -234,6 +240,17 @@ def _grad_access(func: Any, args: Any) -> Any:
     return unit.set_grad(index, args[1] if func == _GRAD_SET else None)
 
 
+def _in_state_dict() -> bool:
+    """Whether `Module.state_dict` runs in this thread; it shall get copies, for views would keep every unit attached.
+
+    Hooks could not tell: the last one is not reached when a hook of the user raises.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _STATE_DICT:
+        frame = frame.f_back
+    return frame is not None
+
+
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """One op with away parameters among its arguments: bring and pin all their units, run it on plain parameters."""
     params: list[nn.Parameter] = []
@@ -244,7 +261,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return func(*args, **kwargs)
     units = {id(u): u for _, u, _ in entries}.values()
     zero = next(iter(units)).zero
-    if func is _T.detach and zero.serve_copies and len(entries) == 1:
+    if func is _T.detach and len(entries) == 1 and _in_state_dict():
         _, unit, index = entries[0]
         return unit.read(index)
     opened: list[Unit] = []

@@ -126,22 +126,6 @@ class ConstructedUnit(Unit):
             _GRAD.__set__(self.params[index], value)
 
 
-def _before_state_dict(module: nn.Module, *_: Any) -> None:
-    _serve_copies(module, True)
-
-
-def _after_state_dict(module: nn.Module, *_: Any) -> None:
-    _serve_copies(module, False)
-
-
-def _serve_copies(module: nn.Module, serve: bool) -> None:
-    """Views would keep every unit attached. By parameter, since copies of a module have its hooks too."""
-    for param in module._parameters.values():
-        unit = constructed(param)
-        if unit is not None:
-            unit.zero.serve_copies = serve
-
-
 def _nobody() -> None:
     return None
 
@@ -178,7 +162,6 @@ class ConstructionSet(UnitSet):
         self._waiting: dict[int, _Waiting] = {}  # by id
         self._num_waiting_nbytes = 0  # since the last flush
         self._registering: Callable[[], nn.Module | None] = lambda: None
-        self._served: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._leaving: Transfer[None] | None = None
         self._count = 0
         capacity = manager.arena.capacity
@@ -193,10 +176,6 @@ class ConstructionSet(UnitSet):
         if module is not self._registering():
             self._leave_if_many()
             self._registering = weakref.ref(module)
-        if module not in self._served:
-            self._served.add(module)
-            self._handles.append(module.register_state_dict_pre_hook(_before_state_dict))
-            self._handles.append(module.register_state_dict_post_hook(_after_state_dict))
         self.add(f"{type(module).__name__}.{name}", param)
 
     def copied(self, param: nn.Parameter) -> None:

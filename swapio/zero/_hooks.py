@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ._unit import Unit
     from ._units import UnitSet
 
-__all__ = ["add_window", "remove_hooks", "serve_state_dict", "windows"]
+__all__ = ["add_window", "load_together", "remove_hooks", "windows"]
 
 _WINDOWS: weakref.WeakKeyDictionary[nn.Module, tuple[UnitSet, Unit]] = weakref.WeakKeyDictionary()
 _ROOTS: weakref.WeakKeyDictionary[nn.Module, UnitSet] = weakref.WeakKeyDictionary()
@@ -35,16 +35,6 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
     found = _WINDOWS.get(module)
     if found is not None:
         found[0].leave_window(found[1])
-
-
-def _before_state_dict(module: nn.Module, *_: Any) -> None:
-    if module in _ROOTS:
-        _ROOTS[module].serve_copies = True
-
-
-def _after_state_dict(module: nn.Module, *_: Any) -> None:
-    if module in _ROOTS:
-        _ROOTS[module].serve_copies = False
 
 
 def _before_load(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Mapping[str, Any], *_: Any) -> None:
@@ -74,19 +64,14 @@ def windows(zero: UnitSet) -> list[nn.Module]:
     return [module for module, (owner, _) in _WINDOWS.items() if owner is zero]
 
 
-def serve_state_dict(model: nn.Module, zero: UnitSet) -> list[Any]:
-    """Let `state_dict()` hand out copies: views would keep every unit attached. All ranks load together. Returns the handles."""
+def load_together(model: nn.Module, zero: UnitSet) -> list[Any]:
+    """Let all ranks that call `load_state_dict` write weights together. Returns the handles."""
     _ROOTS[model] = zero
-    return [
-        model.register_state_dict_pre_hook(_before_state_dict),
-        model.register_state_dict_post_hook(_after_state_dict),
-        model.register_load_state_dict_pre_hook(_before_load),
-        model.register_load_state_dict_post_hook(_after_load),
-    ]
+    return [model.register_load_state_dict_pre_hook(_before_load), model.register_load_state_dict_post_hook(_after_load)]
 
 
 def remove_hooks(zero: UnitSet, handles: list[Any]) -> None:
-    """Undo what the two above did for `zero`."""
+    """Undo what the others did for `zero`."""
     for handle in handles:
         handle.remove()
     for module in windows(zero):

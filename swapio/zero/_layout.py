@@ -6,7 +6,7 @@ import bisect
 import collections
 import dataclasses
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -120,26 +120,17 @@ def find_units(model: nn.Module, patterns: Sequence[str] = ()) -> list[UnitSpec]
     """
     chosen = _match(model, patterns) if patterns else _repeated(model)
     owners: dict[int, list[str]] = collections.defaultdict(list)
-    tops = {id(m) for _, m in chosen}
+    tops = {id(m) for m in chosen.values()}
     members: dict[str, list[tuple[str, nn.Parameter]]] = collections.defaultdict(list)
     modules: dict[str, nn.Module] = {}
 
-    def claim(unit: str, module: nn.Module, prefix: str, recurse: bool) -> None:
+    for prefix, module in _owners(model, "", tops):
+        unit = prefix or "model"
         modules.setdefault(unit, module)
-        for name, param in module.named_parameters(prefix=prefix, recurse=recurse):
+        for name, param in module.named_parameters(prefix=prefix, recurse=id(module) in tops):
             if unit not in owners[id(param)]:
                 owners[id(param)].append(unit)
                 members[unit].append((name, param))
-
-    def walk(module: nn.Module, prefix: str) -> None:
-        if id(module) in tops:
-            claim(prefix, module, prefix, recurse=True)
-            return
-        claim(prefix or "model", module, prefix, recurse=False)
-        for name, child in module.named_children():
-            walk(child, f"{prefix}.{name}" if prefix else name)
-
-    walk(model, "")
     units: list[UnitSpec] = []
     shared: set[int] = set()
     for unit, params in members.items():
@@ -155,7 +146,15 @@ def find_units(model: nn.Module, patterns: Sequence[str] = ()) -> list[UnitSpec]
     return units
 
 
-def _match(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
+def _owners(module: nn.Module, prefix: str, tops: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """All modules that are not inside one of `tops`, in order. (A function that calls itself from a closure would keep the model alive.)"""
+    yield prefix, module
+    if id(module) not in tops:
+        for name, child in module.named_children():
+            yield from _owners(child, f"{prefix}.{name}" if prefix else name, tops)
+
+
+def _match(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     chosen: dict[str, nn.Module] = {}
     every = dict(model.named_modules())
     for pattern in patterns:
@@ -171,21 +170,17 @@ def _match(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Modu
         inner = next((n for n in chosen if n.startswith(name + ".")), None)
         if inner is not None:
             raise ConfigError(f"swapio.units: {name!r} contains {inner!r}; a unit cannot lie in another", key="swapio.units", value=inner)
-    return list(chosen.items())
+    return chosen
 
 
-def _repeated(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    chosen: list[tuple[str, nn.Module]] = []
-
-    def walk(module: nn.Module, prefix: str) -> None:
-        children = list(module.named_children())
-        counts = collections.Counter(type(c) for _, c in children) if isinstance(module, nn.ModuleList | nn.Sequential) else {}
-        for name, child in children:
-            path = f"{prefix}.{name}" if prefix else name
-            if counts.get(type(child), 0) > 1 and any(True for _ in child.children()):
-                chosen.append((path, child))
-            else:
-                walk(child, path)
-
-    walk(model, "")
+def _repeated(model: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
+    chosen: dict[str, nn.Module] = {}
+    children = list(model.named_children())
+    counts = collections.Counter(type(c) for _, c in children) if isinstance(model, nn.ModuleList | nn.Sequential) else {}
+    for name, child in children:
+        path = f"{prefix}.{name}" if prefix else name
+        if counts.get(type(child), 0) > 1 and any(True for _ in child.children()):
+            chosen[path] = child
+        else:
+            chosen |= _repeated(child, path)
     return chosen

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from ..errors import UsageError
-from ..optim import ChunkLayout, ChunkStepper, Group, OptimizerSpec, StepRange, chunk_layout, first_nonfinite
+from ..optim import ChunkLayout, ChunkStepper, Group, OptimizerSpec, StepRange, chunk_layout, first_nonfinite, merge_
 from ..swap import Place, Record
 from ._gather import GatheredLease
 from ._layout import ALIGN_NUMEL, Slot, UnitLayout
@@ -141,6 +141,21 @@ class ChunkedStep:
                         lease.mark_dirty()
                     yield slice(source, source + end - begin), values[begin:end]
 
+    def master(self, unit: Unit, index: int, weight: torch.Tensor) -> torch.Tensor:
+        """The fp32 master of a trained 16-bit parameter, from its present `weight`, a dense view; alone, without other ranks."""
+        slot = unit.layout.slots[index]
+        master = torch.empty_strided(slot.shape, slot.stride, dtype=torch.float32, device=weight.device)
+        flat, hi = master.as_strided((slot.span,), (1,)), weight.as_strided((slot.span,), (1,))
+        for chunk in self._chunks[unit]:
+            for _, begin, end, source in (p for p in _pieces(unit, chunk) if p[0] == index):
+                with self.zero.pin(chunk.record, self.zero.step_place) as lease:
+                    views, part = chunk.layout.views(lease.raw), slice(source, source + end - begin)
+                    if views.lo is not None:
+                        merge_(hi[part], views.lo[begin:end].to(weight.device), flat[part])
+                    elif views.master is not None:
+                        flat[part].copy_(views.master[begin:end])
+        return master
+
     def state_nbytes(self) -> int:
         return sum(c.layout.nbytes for chunks in self._chunks.values() for c in chunks)
 
@@ -268,7 +283,7 @@ class ChunkedStep:
                     lease.mark_dirty()
             if zero.stage in (1, 2):
                 self._share_weights(unit, weights.raw)
-            weights.mark_dirty()
+            weights.mark_dirty(span=self._stepped_bytes(unit))
         unit.stale_masters.clear()
         if unit.lease is not None:  # the view must show the new weights
             if not isinstance(unit.lease, GatheredLease):
@@ -276,6 +291,15 @@ class ChunkedStep:
             unit.weights_stepped(stepped)
         else:
             unit.weights_changed_away(stepped)
+
+    def _stepped_bytes(self, unit: Unit) -> slice:
+        """Around all trained weights in the unit's record: frozen ones beside them need not be written back."""
+        zero = self.zero
+        if zero.partitions_weights:
+            spans = [(p.shard_offset, p.nbytes) for p in unit.partition.pieces[zero.ranks.rank] if p.trained]
+        else:
+            spans = [(p.offset, p.nbytes) for owned in unit.partition.pieces for p in owned if p.trained]
+        return slice(min((first for first, _ in spans), default=0), max((first + nbytes for first, nbytes in spans), default=0))
 
     def _used(self, record: Record) -> None:
         if self.zero.schedule is not None:

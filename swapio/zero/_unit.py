@@ -7,7 +7,7 @@ What autograd saved of a parameter past the hooks is no view: bumping the versio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +18,7 @@ from ..errors import UsageError
 from ..memory import Lease
 from ..spec import round_up
 from ..swap import Record, RecordLease
-from ._away import AwayParameter, WindowParameter, forget, manage, placeholder, raw_grad
+from ._away import AwayParameter, WindowParameter, forget, manage, placeholder, raw_grad, set_raw_grad
 from ._gather import GatheredLease
 from ._layout import ALIGN_NUMEL, Slot, UnitLayout
 from ._partition import Partition
@@ -275,7 +275,13 @@ class Unit:
     def take_grad(self, index: int) -> None:
         """Move what autograd accumulated in `.grad` into the unit's gradient buffer."""
         with uninterrupted():
-            grad = raw_grad(self.params[index], clear=True)
+            grad = raw_grad(self.params[index])
+            set_raw_grad(self.params[index], None)
+            if self.zero.plain_grads:
+                raise UsageError(
+                    f"the gradient of {self.names[index]!r} is not summed over the ranks, as the engine has no optimizer: "
+                    "give swapio.initialize one, or name it in the config"
+                )
             if grad is None or not self.layout.slots[index].trained:
                 return
             if grad.requires_grad:
@@ -328,6 +334,9 @@ class Unit:
 
     def set_grad(self, index: int, value: torch.Tensor | None) -> None:
         with self.zero.lock, quiet():
+            if self.zero.plain_grads:
+                set_raw_grad(self.params[index], value)
+                return
             if value is None:
                 self.has_grad[index] = False
                 if not any(self.has_grad):
@@ -348,18 +357,22 @@ class Unit:
             self.zero.end_grads(self.grads)
             self.grads = None
         self.has_grad = [False] * len(self.params)
+        if self.zero.plain_grads:
+            for param in self.params:
+                set_raw_grad(param, None)
 
     # --- the end ---
 
-    def restore(self) -> None:
-        """Make the parameters ordinary again, in memory of their own."""
+    def restore(self, value: Callable[[Unit, int, torch.Tensor], torch.Tensor] | None) -> None:
+        """Make the parameters ordinary again, in memory of their own: copies, or what `value` makes of the weight of an index."""
         self.open()
         try:
             with quiet():
                 for index, param in enumerate(self.params):
                     if self.lease is None:
                         raise RuntimeError(f"{self.name!r} went away while it was given back")
-                    _SET_DATA(param, self.layout_view(self.lease.raw, index).clone())
+                    weight = self.layout_view(self.lease.raw, index)
+                    _SET_DATA(param, weight.clone() if value is None else value(self, index, weight))
                     param.__class__ = nn.Parameter
                     forget(param)
         finally:

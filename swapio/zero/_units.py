@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from ..errors import BudgetError, ClosedError, RankError, SwapioError
 from ..memory import Event, Lease
 from ..swap import Place, Record, RecordLease, SwapManager
 from ._gather import GatheredLease
-from ._hooks import add_window, remove_hooks, serve_state_dict, windows
+from ._hooks import add_window, load_together, remove_hooks, windows
 from ._quiet import quiet, uninterrupted
 from ._ranks import Ranks
 from ._saved import SavedTensors
@@ -49,14 +50,24 @@ class UnitSet:
         owns_manager: the manager ends with the engine; else the records are removed from it one by one.
         keep_attached: nothing ever has to go, so units stay attached once they are here.
         stage: what the ranks partition: the optimizer's state (1), gradients too (2), weights too (3).
+        plain_grads: no optimizer belongs to the engine: `.grad` is autograd's own, for one that the user has.
     """
 
     def __init__(
-        self, manager: SwapManager, *, owns_manager: bool, step_place: Place, keep_attached: bool, ranks: Ranks, stage: int
+        self,
+        manager: SwapManager,
+        *,
+        owns_manager: bool,
+        step_place: Place,
+        keep_attached: bool,
+        ranks: Ranks,
+        stage: int,
+        plain_grads: bool = False,
     ) -> None:
         self.manager = manager
         self.ranks = ranks
         self.stage = stage
+        self.plain_grads = plain_grads
         self.partitions_grads = stage >= 2 and not ranks.alone
         self.partitions_weights = stage == 3 and not ranks.alone
         self.sums = None if ranks.alone else GradientSums(self)
@@ -74,10 +85,9 @@ class UnitSet:
         self.saved = SavedTensors()
         self.units: list[Unit] = []
         self.stepper: ChunkedStep | None = None  # as soon as there is one
-        self.serve_copies = False  # state_dict is running: detach() gives copies
         self.closed: str | None = None
         self._attached: dict[Unit, None] = {}
-        self._windows: list[tuple[Unit, bool]] = []
+        self._windows: list[tuple[Unit, int | None]] = []  # with the backward in which saved-tensor hooks were pushed
         self._handles: list[Any] = []
         self._landing: list[Event] = []
         self._grads_nbytes = self._grads_coming = self._largest_grads = 0  # blocks of all units, of those without a buffer, the largest
@@ -292,7 +302,7 @@ class UnitSet:
     def open_window(self, unit: Unit) -> None:
         with uninterrupted():
             unit.open()
-            self._windows.append((unit, self.saved.push()))
+            self._windows.append((unit, torch._C._current_graph_task_id() if self.saved.push() else None))
 
     def leave_window(self, unit: Unit) -> None:
         """Close the window of `unit`, and those inside it that were left open."""
@@ -302,8 +312,8 @@ class UnitSet:
                     pass
 
     def _close_window(self) -> Unit:
-        unit, pushed = self._windows.pop()
-        if pushed:
+        unit, backward = self._windows.pop()
+        if backward == torch._C._current_graph_task_id():  # else they went with the backward that was interrupted, or there are none
             self.saved.pop()
         unit.shut()
         return unit
@@ -313,11 +323,14 @@ class UnitSet:
         with uninterrupted():
             while len(self._windows) > depth:
                 self._close_window()
-            self.serve_copies = False
 
     @property
     def depth(self) -> int:
         return len(self._windows)
+
+    def load_together(self, model: nn.Module) -> None:
+        """Let `load_state_dict` write weights of which each rank keeps a slice."""
+        self._handles += load_together(model, self)
 
     def hook_gradients(self, unit: Unit) -> None:
         block = self.manager.arena.block_nbytes(unit.layout.grad_nbytes) if unit.layout.grad_nbytes else 0
@@ -325,19 +338,19 @@ class UnitSet:
         self._grads_coming += block
         self._largest_grads = max(self._largest_grads, block)
         for index, param in enumerate(unit.params):
-            if param.requires_grad:
+            if param.requires_grad and not (self.plain_grads and self.ranks.alone):
                 hook: Callable[[Any], None] = _grad_hook(unit, index)
                 with torch._C.DisableTorchFunctionSubclass():
                     self._handles.append(param.register_post_accumulate_grad_hook(hook))
 
-    def serve_state_dict(self, model: nn.Module) -> None:
-        """Let `state_dict()` hand out copies: views would keep every unit attached."""
-        self._handles += serve_state_dict(model, self)
-
     # --- the end ---
 
-    def close(self, reason: str, *, restore: bool) -> None:
-        """Take the hooks off; give the parameters their data back, or leave them away with `reason` as the error of any use."""
+    def close(self, reason: str, *, restore: bool, value: Callable[[Unit, int, torch.Tensor], torch.Tensor] | None = None) -> None:
+        """Take the hooks off; give the parameters their data back, or leave them away with `reason` as the error of any use.
+
+        Args:
+            value: makes the data of parameter `index` of a unit from its weight; default: a copy. May use the optimizer's state.
+        """
         with self.lock:
             self.close_windows()
             remove_hooks(self, self._handles)
@@ -346,7 +359,7 @@ class UnitSet:
                 unit.drop_grads()
             try:
                 if restore:
-                    self._restore()
+                    self._restore(value)
             except SwapioError as error:
                 logger.warning("the weights could not be given back to the module: %s", error)
             finally:
@@ -361,12 +374,13 @@ class UnitSet:
                 if not self.owns_manager and not self.manager.closed:
                     self._remove(self.records)
 
-    def _restore(self) -> None:
+    def _restore(self, value: Callable[[Unit, int, torch.Tensor], torch.Tensor] | None) -> None:
         """Give the weights back unit by unit; what the store held of each goes before the next comes, so both never lie in memory whole."""
         weights = {unit.record for unit in self.units}
-        self._remove([r for r in self.records if r not in weights])
+        if value is None:
+            self._remove([r for r in self.records if r not in weights])
         for unit in self.units:
-            unit.restore()
+            unit.restore(value)
             unit.abandon()
             if not self.partitions_weights:
                 self._remove([unit.record])
@@ -381,8 +395,13 @@ class UnitSet:
 
 
 def _grad_hook(unit: Unit, index: int) -> Callable[[Any], None]:
+    """Holds the unit weakly: a parameter keeps its hooks where the garbage collector does not see them."""
+    reference = weakref.ref(unit)
+
     def hook(param: Any) -> None:
-        unit.take_grad(index)
+        alive = reference()
+        if alive is not None:
+            alive.take_grad(index)
 
     return hook
 

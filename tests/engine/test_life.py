@@ -10,6 +10,7 @@ import random
 import signal
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 import swapio
+from swapio.zero import find_units
 from swapio.zero._away import AwayParameter, placeholder
 
 from . import models
@@ -509,9 +511,9 @@ def test_closing_holds_the_weights_once(tmp_path: Path) -> None:
     given_back, most = 0, 0
     restore = type(engine.zero.units[0]).restore
 
-    def watched(unit: Any) -> None:
+    def watched(unit: Any, value: Any) -> None:
         nonlocal given_back, most
-        restore(unit)
+        restore(unit, value)
         given_back += unit.layout.nbytes
         most = max(most, given_back + engine.manager.arena.mapped_nbytes)
 
@@ -519,3 +521,15 @@ def test_closing_holds_the_weights_once(tmp_path: Path) -> None:
         unit.restore = functools.partial(watched, unit)  # type: ignore[method-assign]
     engine.close()
     assert given_back <= most <= given_back + 2 * models.largest_unit(model)
+
+
+@pytest.mark.parametrize("patterns", [(), ("blocks.0",)])
+def test_finding_units_leaves_no_cycle(patterns: tuple[str, ...], request: pytest.FixtureRequest) -> None:
+    """A model that was dropped once waited for the garbage collector."""
+    gc.disable()
+    request.addfinalizer(gc.enable)
+    model = make(layers=1)
+    alive = weakref.ref(model)
+    find_units(model, patterns)
+    del model
+    assert alive() is None

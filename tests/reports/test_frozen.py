@@ -83,7 +83,6 @@ def test_frozen_units_are_never_written(tmp_path: Path, place: tuple[str, str, s
     check_same(got, train_plain(head_only(), mean_square, steps=3))
 
 
-@pytest.mark.xfail(strict=True, reason="a unit is written whole, its frozen weights too")
 def test_frozen_weights_beside_trained_ones_are_not_written(tmp_path: Path) -> None:
     with managed(tmp_path, adapted()) as engine:
         engine.manager.flush().wait()
@@ -172,7 +171,6 @@ def test_freezing_on_the_way(tmp_path: Path) -> None:
         check_same(([], values(engine.module)), ([], values(plain)))
 
 
-@pytest.mark.xfail(strict=True, reason="the message asks to name an optimizer in a config that names one")
 def test_stepping_a_frozen_model_says_that_it_is_frozen(tmp_path: Path) -> None:
     with (
         swapio.initialize(model=layers().requires_grad_(False), config=config(tmp_path))[0] as engine,

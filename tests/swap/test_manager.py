@@ -259,6 +259,50 @@ def test_a_part_of_a_record_can_be_stored(manager: swapio.SwapManager) -> None:
         assert not lease.tensor[5000:].any()
 
 
+SPANS = [(0, 0), (0, 1), (0, 4095), (1, 4096), (4096, 8192), (4095, 4097), (8191, 20011), (49_999, 50_000), (0, 50_000)]
+
+
+@pytest.mark.parametrize("stored", [0, 1, 4096, 5000, 50_000])
+@pytest.mark.parametrize("spans", [SPANS[i : i + 2] for i in range(len(SPANS))])
+def test_only_changed_bytes_are_written_back(manager: swapio.SwapManager, stored: int, spans: list[tuple[int, int]]) -> None:
+    """Whole pages around them, and what lies between them and what was stored before."""
+    want = torch.zeros(50_000, dtype=torch.uint8)
+    record = manager.create("key", 50_000)
+    with manager.acquire("key", on="host") as lease:
+        lease.tensor[:stored] = want[:stored] = 1
+        lease.mark_dirty(nbytes=stored)
+    manager.flush().wait()
+    for value, (start, stop) in enumerate(spans, start=2):
+        before, stored = manager.stats()["bytes_written"], record.stored_nbytes
+        with manager.acquire("key", on="host") as lease:
+            lease.tensor[start:stop] = want[start:stop] = value
+            lease.mark_dirty(span=slice(start, stop))
+        manager.flush().wait()
+        first = min(start, stored) // 4096
+        assert manager.stats()["bytes_written"] - before == 4096 * max(-(-stop // 4096) - first if stop > min(start, stored) else 0, 0)
+        manager.evict(["key"]).wait()
+        with manager.acquire("key") as lease:
+            assert torch.equal(lease.tensor, want)
+
+
+def test_a_part_that_could_not_be_written_is_written_with_the_next() -> None:
+    storage = FaultyStorage(MemoryStorage())
+    with swapio.SwapManager(storage=storage, host_memory="1MiB", timeout_s=20) as manager:
+        want = torch.full((50_000,), 1, dtype=torch.uint8)
+        manager.put("key", want.clone())
+        manager.flush().wait()
+        for span, code in ((slice(0, 10), errno.EIO), (slice(40_000, 40_010), 0)):
+            storage.fail = lambda action, name, code=code: code if action == "write" else 0
+            with manager.acquire("key", on="host") as lease:
+                lease.tensor[span] = want[span] = 2
+                lease.mark_dirty(span=span)
+            with pytest.raises(swapio.StorageError) if code else contextlib.nullcontext():
+                manager.flush().wait()
+        manager.evict(["key"]).wait()
+        with manager.acquire("key") as lease:
+            assert torch.equal(lease.tensor, want)
+
+
 def test_a_view_keeps_its_bytes(manager: swapio.SwapManager) -> None:
     manager.put("x", torch.arange(1000.0)).wait()
     with manager.acquire("x") as lease:
