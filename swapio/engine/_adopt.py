@@ -54,6 +54,11 @@ class Adoption:
                 return store.manager
         return None
 
+    @property
+    def active(self) -> bool:
+        """Whether there is anything to adopt."""
+        return bool(self._stores)
+
     def prepare(self, params: Iterable[tuple[str, nn.Parameter]]) -> None:
         """The parameters of the next unit, as ordinary ones in memory."""
         if self._stores:

@@ -240,7 +240,8 @@ def _engine(
         if stepper is not None:
             stepper.add_unit(unit)
         adoption.prepare(unit_spec.params)
-        originals.keep(unit)
+        if not adoption.active:  # a model that need not fit in memory has nothing kept there
+            originals.keep(unit)
         _take_over(unit, stepper, manager.device.torch_device)
         trim_heap()
         adoption.put_away(zero)

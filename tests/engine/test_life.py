@@ -386,7 +386,7 @@ def test_refusals(tmp_path: Path) -> None:
         swapio.initialize(model=model, optimizer=torch.optim.LBFGS(model.parameters()), config=settings)
     with pytest.raises(swapio.ConfigError, match="not in the model"):
         swapio.initialize(model=make(), optimizer=torch.optim.AdamW(make().parameters()), config=settings)
-    with pytest.raises(swapio.ConfigError, match="float32 and bfloat16"):
+    with pytest.raises(swapio.ConfigError, match="float32, bfloat16 and float16"):
         swapio.initialize(model=make().double(), config=settings)
     with swapio.initialize(model=(model := make()), config=settings)[0], pytest.raises(swapio.ConfigError, match="plain"):
         swapio.initialize(model=model, config=settings)
