@@ -51,6 +51,22 @@ class Server(Protocol):
         """Nothing will be served any more."""
 
 
+class _Nobody:
+    """Serves for an engine that was never made."""
+
+    def shard(self, unit: int, num_steps: int) -> contextlib.AbstractContextManager[Sequence[torch.Tensor]]:
+        raise RankError("swapio.initialize failed on this rank, so it has no weights")
+
+    def slots(self, unit: int) -> list[torch.Tensor]:
+        raise RankError("swapio.initialize failed on this rank, so it sums no gradients")
+
+    def received(self, source: int, unit: int, number: int, pieces: list[torch.Tensor]) -> None:
+        pass
+
+    def failed(self, error: RankError) -> None:
+        pass
+
+
 class Ranks:
     """This process among those that train together; alone where `torch.distributed` is not initialized.
 
@@ -155,6 +171,8 @@ class Ranks:
             return
         self._closed = True
         _OPEN.discard(self)
+        if self._thread is None:  # initialize failed; a goodbye blocks until the other receives it, and all may be saying theirs
+            self.serve(_Nobody())
         for other in self.others:
             with contextlib.suppress(RuntimeError):  # it is gone already
                 dist.send(torch.tensor([_BYE, 0, 0, 0]), other, group=self._control)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,16 @@ import torch
 
 import swapio
 from swapio.optim import round_bf16
-from tests.engine.models import config, smallest_budget, with_budget
+from tests.engine.models import config
 from tests.ranks import launch
 
 pytest.importorskip("transformers", reason="install swapio[models]")
 pytest.importorskip("peft", reason="install swapio[models]")
 
-from . import zoo
+from . import work, zoo
+from .work import LR, MOMENTUM, STEPS, Run
 
-STEPS = 4
-Run = tuple[list[float], list[torch.Tensor], list[torch.Tensor]]  # losses, weights, what was seen in between
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft still asks
 
 
 def plain(model: Any, name: str, dtype: str) -> Run:
@@ -71,26 +72,40 @@ def managed(model: Any, name: str, settings: dict[str, Any], dtype: str) -> tupl
         return (losses, [v.clone() for v in engine.module.state_dict().values()], seen), engine.stats()
 
 
-def tight(name: str, settings: dict[str, Any], reentrant: bool | None) -> tuple[dict[str, Any], int]:
-    """A budget with which two units are here in backward, and the bytes of all weights."""
-    model = zoo.make(name, reentrant=reentrant)
-    least = smallest_budget(model, settings)
-    with swapio.initialize(model=model, config=settings)[0] as engine:
-        units = [u["nbytes"] for u in engine.describe_units()]
-    return with_budget(settings, least + max(units) + 4096), sum(units)
-
-
 CASES = [(name, reentrant, "fp32") for name in zoo.ARCHITECTURES for reentrant in (None, False, True)] + [("llama", False, "bf16")]
 
 
 @pytest.mark.parametrize(("name", "reentrant", "dtype"), CASES)
 def test_one_rank(tmp_path: Path, name: str, reentrant: bool | None, dtype: str) -> None:
     """With the model's own gradient checkpointing, and dropout; evaluation and `generate` in between."""
-    settings, weights_nbytes = tight(name, config(tmp_path, dtype=dtype), reentrant)
-    want = plain(zoo.make(name, reentrant=reentrant), name, dtype)
-    got, stats = managed(zoo.make(name, reentrant=reentrant), name, settings, dtype)
+    model = zoo.make(name, reentrant=reentrant)
+    want = plain(copy.deepcopy(model), name, dtype)
+    got, stats = managed(model, name, work.two_units(model, config(tmp_path, dtype=dtype)), dtype)
     assert got[0] == want[0]
     for mine, its in zip(got[1] + got[2], want[1] + want[2], strict=True):
         assert torch.equal(mine, its)
     assert stats["host_memory_peak"] <= stats["host_memory_budget"]
-    assert stats["bytes_read"] > STEPS * weights_nbytes, "nothing had to come back: the budget was too large to test anything"
+    assert stats["bytes_read"] > STEPS * stats["bytes_on_nvme"], "nothing had to come back: the budget was too large to test anything"
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path: Path) -> None:
+    """Each with a slice of everything on the drive, and half of each batch."""
+    world = 2
+    sgd = {"type": "SGD", "params": {"lr": LR, "momentum": MOMENTUM}}
+    settings = config(tmp_path, optimizer=sgd) | {"train_batch_size": world * zoo.BATCH}
+    cases = [(name, bool(number % 2), settings) for number, name in enumerate(zoo.ARCHITECTURES)]
+    results = launch.run("train_all", world, cases, module="tests.models.work")
+    for number, (name, *_) in enumerate(cases):
+        losses, weights, seen = work.plain(name, world)
+        first = [v.clone() for v in zoo.make(name, reentrant=None, dropout=0.0).state_dict().values()]
+        moved = False
+        ranks = [results[rank][number] for rank in range(world)]
+        assert [sum(each) / world for each in zip(*(r[0] for r in ranks), strict=True)] == pytest.approx(losses, rel=1e-5)
+        for start, want, *each in zip(first, weights, *(r[1] for r in ranks), strict=True):
+            torch.testing.assert_close(each[0], want, rtol=1e-4, atol=1e-6)
+            assert torch.equal(each[0], each[1])
+            moved |= not torch.allclose(start, want, atol=1e-2)
+        assert moved, "the weights hardly changed: no proof of right gradients"
+        for got, want in zip(ranks[0][2], seen, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
