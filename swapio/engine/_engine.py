@@ -372,7 +372,7 @@ class Engine(nn.Module):
                 "a transfer failed" if self._failed else "they do not fit in host_memory; copy engine.module.state_dict() before closing",
             )  # fmt: skip
         try:
-            self.zero.close(reason, restore=restore)
+            self.zero.close(reason, restore=restore, wait=not self._failed)
         finally:
             self._finalizer()
             self.monitor.close()

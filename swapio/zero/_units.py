@@ -326,8 +326,12 @@ class UnitSet:
 
     # --- the end ---
 
-    def close(self, reason: str, *, restore: bool) -> None:
-        """Take the hooks off; give the parameters their data back, or leave them away with `reason` as the error of any use."""
+    def close(self, reason: str, *, restore: bool, wait: bool = True) -> None:
+        """Take the hooks off; give the parameters their data back, or leave them away with `reason` as the error of any use.
+
+        Args:
+            wait: until the other ranks close theirs; before, they may still ask for weights.
+        """
         with self.lock:
             self.close_windows()
             remove_hooks(self, self._handles)
@@ -345,7 +349,7 @@ class UnitSet:
                 with self._stepped:
                     self.closed = reason
                     self._stepped.notify_all()
-                self.ranks.close(wait=restore)
+                self.ranks.close(wait=wait)
                 if self.sums is not None:
                     self.sums.close()
                 if not self.owns_manager and not self.manager.closed:
