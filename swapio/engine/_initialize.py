@@ -16,7 +16,7 @@ from torch import nn
 from ..activation import configure
 from ..config import SwapioConfig, load_config
 from ..errors import ConfigError
-from ..optim import OptimizerSpec, from_config, from_torch
+from ..optim import OptimizerSpec, from_config, from_torch, round_bf16
 from ..spec import format_nbytes
 from ..swap import Place, SwapManager, TensorSpec
 from ..zero import CHUNK_NUMEL, ChunkedStep, Partition, Ranks, Unit, UnitLayout, UnitSet, UnitSpec, find_units
@@ -314,6 +314,8 @@ def _take_over(unit: Unit, stepper: ChunkedStep | None, device: torch.device) ->
             if stepper is not None and slot.trained and slot.dtype is torch.bfloat16 and param.dtype is not torch.bfloat16:
                 dense = torch.empty_strided(slot.shape, slot.stride, dtype=torch.float32)
                 masters[slot.index] = param.detach().float() if tuple(param.stride()) == slot.stride else dense.copy_(param)
+                if slot.dtype is torch.bfloat16 and not zero.ranks.alone:  # as each slice's owner splits it; the conversion has other ties
+                    unit.layout_view(whole, slot.index).copy_(round_bf16(masters[slot.index]))
         if zero.partitions_weights:
             for piece in unit.partition.pieces[zero.ranks.rank]:
                 part = whole[piece.offset : piece.offset + piece.nbytes]

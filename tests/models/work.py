@@ -18,7 +18,9 @@ Run = tuple[list[float], list[torch.Tensor], list[torch.Tensor]]  # losses, weig
 
 def two_units(model: nn.Module, settings: dict[str, Any]) -> dict[str, Any]:
     """With a budget in which a second unit just fits."""
-    largest = max(sum(p.numel() * 4 + 256 for p in m.parameters()) for each in model.modules() if isinstance(each, nn.ModuleList) for m in each)
+    largest = max(
+        sum(p.numel() * 4 + 256 for p in m.parameters()) for each in model.modules() if isinstance(each, nn.ModuleList) for m in each
+    )
     return with_budget(settings, smallest_budget(model, settings) + largest)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -12,6 +13,8 @@ import swapio
 from tests.engine.models import batch, config, make, smallest_budget, with_budget
 
 from . import launch
+
+pytestmark = pytest.mark.slow
 
 
 def fail_everywhere(rank: int, path: str) -> list[float]:
