@@ -18,6 +18,7 @@ from ..errors import ClosedError, ConfigError, RankError, StorageError, Transfer
 from ..spec import format_nbytes
 from ..swap import SwapManager
 from ..zero import ChunkedStep, UnitSet, managed, uninterrupted
+from ._memory import memory
 from ._monitor import Monitor
 from ._optimizer import EngineOptimizer
 from ._scaler import LossScaler
@@ -434,6 +435,15 @@ class Engine(nn.Module):
             "skipped_steps": self.skipped_steps,
         }
 
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Bytes of this rank now: `{"weights": {"nvme": ..., "host": ..., "device": ...}, ...}`.
+
+        Kinds: `weights` with their copies, `gathered` (whole while they are used, where ranks keep slices), `gradients` with the sums of
+        those of all ranks, `optimizer`, `buffers`. Activations are not the engine's.
+        """
+        with self.zero.lock:
+            return memory(self.zero, self._stepper, self.module)
+
     def describe_units(self) -> list[dict[str, Any]]:
         """The units in order: name, parameters, bytes, dtypes, and whether a module's forward is their window."""
         return [
@@ -468,7 +478,7 @@ class Engine(nn.Module):
                 "a transfer failed" if self._failed else "they do not fit in host_memory; copy engine.module.state_dict() before closing",
             )  # fmt: skip
         try:
-            self.zero.close(reason, restore=restore)
+            self.zero.close(reason, restore=restore, wait=not self._failed)
         finally:
             self._finalizer()
             self.monitor.close()

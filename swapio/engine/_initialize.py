@@ -15,7 +15,7 @@ from ..activation import configure
 from ..config import SwapioConfig, load_config
 from ..errors import ConfigError
 from ..memory import trim_heap
-from ..optim import OptimizerSpec, from_config, from_torch
+from ..optim import OptimizerSpec, from_config, from_torch, round_bf16
 from ..spec import format_nbytes
 from ..swap import Place, SwapManager, TensorSpec, open_manager
 from ..zero import (
@@ -329,6 +329,8 @@ def _take_over(unit: Unit, stepper: ChunkedStep | None, device: torch.device) ->
             if stepper is not None and slot.trained and slot.dtype is not torch.float32 and param.dtype is not slot.dtype:
                 dense = torch.empty_strided(slot.shape, slot.stride, dtype=torch.float32)
                 masters[slot.index] = param.detach().float() if tuple(param.stride()) == slot.stride else dense.copy_(param)
+                if slot.dtype is torch.bfloat16 and not zero.ranks.alone:  # as each slice's owner splits it; the conversion has other ties
+                    unit.layout_view(whole, slot.index).copy_(round_bf16(masters[slot.index]))
         if zero.partitions_weights:
             for piece in unit.partition.pieces[zero.ranks.rank]:
                 part = whole[piece.offset : piece.offset + piece.nbytes]

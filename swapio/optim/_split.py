@@ -69,7 +69,7 @@ def split_(master: Tensor, hi: Tensor, lo: Tensor, *, scratch: Tensor | None = N
 
 @torch.no_grad()
 def round_bf16(tensor: Tensor) -> Tensor:
-    """The bfloat16 weight of an fp32 master of any shape, as a new tensor: for the reference loops of tests."""
+    """The bfloat16 weight of an fp32 master of any shape, as a new tensor."""
     return (tensor.contiguous().view(torch.int32) | 1).view(torch.float32).to(torch.bfloat16)
 
 

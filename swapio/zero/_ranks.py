@@ -52,6 +52,22 @@ class Server(Protocol):
         """Nothing will be served any more."""
 
 
+class _Nobody:
+    """Serves for an engine that was never made."""
+
+    def shard(self, unit: int, num_steps: int) -> contextlib.AbstractContextManager[Sequence[torch.Tensor]]:
+        raise RankError("swapio.initialize failed on this rank, so it has no weights")
+
+    def slots(self, unit: int) -> list[torch.Tensor]:
+        raise RankError("swapio.initialize failed on this rank, so it sums no gradients")
+
+    def received(self, source: int, unit: int, number: int, pieces: list[torch.Tensor]) -> None:
+        pass
+
+    def failed(self, error: RankError) -> None:
+        pass
+
+
 class Ranks:
     """This process among those that train together; alone where `torch.distributed` is not initialized.
 
@@ -157,8 +173,8 @@ class Ranks:
             return
         self._closed = True
         _OPEN.discard(self)
-        if self._thread is None:  # nobody serves yet, so nobody listens either
-            return
+        if self._thread is None:  # initialize failed here: whoever goes on shall be told, and goodbyes need a listener
+            self.serve(_Nobody())
         goodbye = torch.tensor([_BYE, 0, 0, 0])
         limit = datetime.timedelta(seconds=self.timeout_s if wait else min(self.timeout_s, _HASTE_S))
         with contextlib.suppress(RuntimeError):  # who is gone needs none

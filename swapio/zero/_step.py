@@ -156,8 +156,12 @@ class ChunkedStep:
                         flat[part].copy_(views.master[begin:end])
         return master
 
+    def records(self) -> Iterator[Record]:
+        """The state, chunk by chunk."""
+        return (c.record for chunks in self._chunks.values() for c in chunks)
+
     def state_nbytes(self) -> int:
-        return sum(c.layout.nbytes for chunks in self._chunks.values() for c in chunks)
+        return sum(record.nbytes for record in self.records())
 
     def gradients(self, *, any_dtype: bool = False) -> Gradients:
         """Sum the gradients over ranks, and look at them. All ranks call it together.

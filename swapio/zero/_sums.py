@@ -72,6 +72,11 @@ class GradientSums:
         pieces = [p for p in unit.partition.pieces[self._ranks.rank] if p.trained]
         self._sums.append(_Sum(unit, pieces, lease, total))
 
+    @property
+    def nbytes(self) -> int:
+        """Host memory that all sums take."""
+        return sum(s.lease.nbytes for s in self._sums if s.lease is not None)
+
     def total(self, unit: Unit) -> torch.Tensor:
         """fp32 `[sum_numel]`: the sum over ranks and micro-batches; valid between `finish` and `reset`."""
         return self._sums[unit.number].total

@@ -345,10 +345,13 @@ class UnitSet:
 
     # --- the end ---
 
-    def close(self, reason: str, *, restore: bool, value: Callable[[Unit, int, torch.Tensor], torch.Tensor] | None = None) -> None:
+    def close(
+        self, reason: str, *, restore: bool, wait: bool = True, value: Callable[[Unit, int, torch.Tensor], torch.Tensor] | None = None
+    ) -> None:
         """Take the hooks off; give the parameters their data back, or leave them away with `reason` as the error of any use.
 
         Args:
+            wait: until the other ranks close theirs; before, they may still ask for weights.
             value: makes the data of parameter `index` of a unit from its weight; default: a copy. May use the optimizer's state.
         """
         with self.lock:
@@ -368,7 +371,7 @@ class UnitSet:
                 with self._stepped:
                     self.closed = reason
                     self._stepped.notify_all()
-                self.ranks.close(wait=restore)
+                self.ranks.close(wait=wait)
                 if self.sums is not None:
                     self.sums.close()
                 if not self.owns_manager and not self.manager.closed:

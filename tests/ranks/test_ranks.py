@@ -125,3 +125,12 @@ def test_a_write_to_a_slice_is_an_error(tmp_path: Path) -> None:
     assert launch.run("writes", 2, str(tmp_path), 1) == ["", ""]
     for message in launch.run("writes", 2, str(tmp_path), 3):
         assert "GatheredParameters" in message
+
+
+@pytest.mark.slow
+def test_stages_agree_in_bf16(tmp_path: Path) -> None:
+    """At stages 1 and 2 a rank rounded the slices it does not own to even, and owners theirs half up: the first weights differed."""
+    results = launch.run("train_many", 2, str(tmp_path), [case(stage, ("cpu", "cpu"), dtype="bf16") for stage in range(4)])
+    for rank in range(2):
+        for result in results[rank][1:]:
+            same(results[rank][0], result)
