@@ -54,7 +54,8 @@ def _t5(dropout: float) -> nn.Module:
 def _vit(dropout: float) -> nn.Module:
     sizes: dict[str, Any] = {"hidden_size": DIM, "intermediate_size": 2 * DIM, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
     drops: dict[str, Any] = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    return ViTForImageClassification(ViTConfig(**sizes, **drops, image_size=16, patch_size=4, num_labels=16))
+    images: dict[str, Any] = {"image_size": 16, "patch_size": 4, "num_labels": 16}
+    return ViTForImageClassification(ViTConfig(**sizes, **drops, **images))
 
 
 def _lora(dropout: float) -> Any:
