@@ -181,8 +181,9 @@ def _joined(case: Mapping[str, Any], ranks: Sequence[Result]) -> Result:
 
 def padding(kind: str, stage: int, ranks: int, told: Result) -> float:
     """Bytes beyond the formula: parameters end at multiples of 64 elements, slices of 2048, and each part at a page's end."""
-    elements = 64 * told["num_params"] + 2048 * told["num_units"]
-    return float(4096 * 4 * (told["num_units"] + told["numel"] / 2**20) + elements * (10 if kind == "optimizer" else 8))
+    elements: int = 64 * told["num_params"] + 2048 * told["num_units"]
+    pages: float = 4 * (told["num_units"] + told["numel"] / 2**20)
+    return 4096 * pages + elements * (10 if kind == "optimizer" else 8)
 
 
 def check(results: Sequence[Result]) -> list[str]:

@@ -42,7 +42,7 @@ def plain(model: Any, name: str, dtype: str) -> Run:
     seen: list[torch.Tensor] = []
     for step in range(STEPS):
         loss = zoo.loss(model, name, step, kind)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         for p, master in zip(params, masters, strict=True):
             if p is not master:
                 master.grad, p.grad = None if p.grad is None else p.grad.float(), None

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 VOCAB, SEQ, DIM, LAYERS, BATCH = 128, 16, 64, 4, 2
-_SIZES = {
+_SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": DIM, "intermediate_size": 2 * DIM, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
@@ -31,7 +31,7 @@ Inputs = dict[str, torch.Tensor]
 
 
 def _gpt2(dropout: float) -> nn.Module:
-    drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    drops: dict[str, Any] = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
     return GPT2LMHeadModel(
         GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=DIM, n_layer=LAYERS, n_head=4, bos_token_id=1, eos_token_id=2, **drops)
     )
@@ -46,28 +46,23 @@ def _mixtral(dropout: float) -> nn.Module:
 
 
 def _t5(dropout: float) -> nn.Module:
-    return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=VOCAB, d_model=DIM, d_kv=16, d_ff=2 * DIM, num_layers=LAYERS, num_heads=4, dropout_rate=dropout, pad_token_id=0,
-            eos_token_id=2, decoder_start_token_id=0,
-        )
-    )  # fmt: skip
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "d_model": DIM, "d_kv": 16, "d_ff": 2 * DIM, "num_layers": LAYERS, "num_heads": 4}
+    tokens: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}
+    return T5ForConditionalGeneration(T5Config(**sizes, **tokens, dropout_rate=dropout))
 
 
 def _vit(dropout: float) -> nn.Module:
-    return ViTForImageClassification(
-        ViTConfig(
-            hidden_size=DIM, intermediate_size=2 * DIM, num_hidden_layers=LAYERS, num_attention_heads=4, image_size=16, patch_size=4,
-            num_labels=16, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
-        )
-    )  # fmt: skip
+    sizes: dict[str, Any] = {"hidden_size": DIM, "intermediate_size": 2 * DIM, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
+    drops: dict[str, Any] = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    images: dict[str, Any] = {"image_size": 16, "patch_size": 4, "num_labels": 16}
+    return ViTForImageClassification(ViTConfig(**sizes, **drops, **images))
 
 
 def _lora(dropout: float) -> Any:
     from peft import LoraConfig, get_peft_model
 
     wanted = LoraConfig(r=8, lora_dropout=dropout, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    return get_peft_model(_llama(dropout), wanted)  # type: ignore[arg-type]
+    return get_peft_model(_llama(dropout), wanted)
 
 
 def _ids(generator: torch.Generator) -> torch.Tensor:
@@ -115,6 +110,7 @@ def make(name: str, *, reentrant: bool | None, dropout: float = 0.1, seed: int =
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
         if name == "lora":
             model.enable_input_require_grads()
+        assert model.is_activation_checkpointing
     return model.train()
 
 
