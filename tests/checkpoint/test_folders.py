@@ -101,8 +101,8 @@ def test_tags(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         engine.save_checkpoint(tmp_path, save_latest=False)
         with pytest.raises(swapio.UsageError, match="has no checkpoint 'c'; it has 'a', 'b', 'global_step3'"):
             engine.load_checkpoint(tmp_path, "c")
-        for tag, step in ((None, 2), ("a", 1), ("global_step3", 3)):
-            engine.load_checkpoint(tmp_path, tag)
+        for wanted, step in ((None, 2), ("a", 1), ("global_step3", 3)):
+            engine.load_checkpoint(tmp_path, wanted)
             assert engine.global_steps == step
         (tmp_path / "latest").write_text("d")
         with pytest.raises(swapio.UsageError, match="has no checkpoint 'd'"):

@@ -23,6 +23,9 @@ Snapshot = dict[str, torch.Tensor]
 class Net(nn.Module):
     """Dropout, buffers, frozen weights, strides and sizes of all kinds."""
 
+    seen: torch.Tensor
+    calls: torch.Tensor
+
     def __init__(self, *, freeze: bool = True, width: int = 97) -> None:
         super().__init__()
         self.first = nn.Linear(31, width)
@@ -74,11 +77,11 @@ def settings(path: Any, *, params: str = "nvme", state: str = "cpu", dtype: str 
     } | more
 
 
-def engine_of(path: Any, *, seed: int = 0, model: nn.Module | None = None, **kwargs: Any) -> swapio.Engine:
+def engine_of(path: Any, *, seed: int = 0, model: nn.Module | None = None, **kwargs: Any) -> Any:
     return swapio.initialize(model=make(seed) if model is None else model, config=settings(path, **kwargs))[0]
 
 
-def train(engine: swapio.Engine, first: int, last: int) -> list[float]:
+def train(engine: Any, first: int, last: int) -> list[float]:
     losses = []
     for step in range(first, last):
         generator = torch.Generator().manual_seed(step * engine.world_size + engine.global_rank)
@@ -89,7 +92,7 @@ def train(engine: swapio.Engine, first: int, last: int) -> list[float]:
     return losses
 
 
-def snapshot(engine: swapio.Engine) -> Snapshot:
+def snapshot(engine: Any) -> Snapshot:
     """All tensors, whole on every rank."""
     found = {f"weight {k}": v.clone() for k, v in engine.module.state_dict().items() if isinstance(v, torch.Tensor)}
     for name, param in engine.module.named_parameters():
@@ -100,9 +103,8 @@ def snapshot(engine: swapio.Engine) -> Snapshot:
     return found
 
 
-def rest(engine: swapio.Engine) -> list[Any]:
+def rest(engine: Any) -> list[Any]:
     """What is no tensor, and the numbers that each generator gives next."""
-    assert engine._stepper is not None
     return [
         engine.global_steps, engine.global_samples, engine.skipped_steps, engine.micro_steps, engine.loss_scale(), engine.get_lr(),
         list(engine._stepper.num_updates.values()), engine.module.note,
@@ -197,8 +199,12 @@ def die_at(path: str, directory: str, tag: str, moment: int) -> None:
             if moments == moment:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    sync = os.fsync
-    os.fsync = lambda descriptor: (count(), sync(descriptor), count())[1]  # type: ignore[assignment]
+    def counted(descriptor: int, sync: Callable[[int], None] = os.fsync) -> None:
+        count()
+        sync(descriptor)
+        count()
+
+    os.fsync = counted  # type: ignore[assignment]
     sys.addaudithook(count)
     engine.save_checkpoint(directory, tag=tag or None)
     os._exit(0)
