@@ -7,7 +7,9 @@ catch: a wrong setting is a `ValueError`, a failing drive an `OSError`, a too sm
 from __future__ import annotations
 
 import errno as _errno
+import functools
 import os
+from collections.abc import Callable
 
 __all__ = [
     "BudgetError",
@@ -103,6 +105,14 @@ class StorageError(SwapioError, OSError):
         self.offset = offset
         self.wanted = wanted
         self.got = got
+        self.why = why
+
+    def __reduce__(self) -> tuple[Callable[[], StorageError], tuple[()]]:
+        made = functools.partial(
+            StorageError, self.action, name=self.name, path=self.path, offset=self.offset, wanted=self.wanted, got=self.got,
+            errno=self.errno or 0, why=self.why,
+        )  # fmt: skip
+        return made, ()
 
     def __str__(self) -> str:
         return str(self.args[1])

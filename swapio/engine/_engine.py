@@ -21,6 +21,7 @@ from ..zero import ChunkedStep, UnitSet, managed, uninterrupted
 from ._memory import memory
 from ._monitor import Monitor
 from ._optimizer import EngineOptimizer
+from ._saving import load_checkpoint, save_checkpoint
 from ._scaler import LossScaler
 
 __all__ = ["Engine"]
@@ -488,19 +489,72 @@ class Engine(nn.Module):
         self._abandoned = True
         self.close()
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Not supported yet."""
-        raise UsageError(
-            "checkpoints of the optimizer's state are not supported yet; the weights: torch.save(engine.module.state_dict(), path)"
-        )
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save all that training goes on from into the folder `save_dir/tag`; all ranks call it together, between steps.
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Not supported yet."""
-        raise UsageError(
-            "checkpoints of the optimizer's state are not supported yet; the weights: engine.module.load_state_dict(torch.load(path))"
-        )
+        Weights (of trained parameters the fp32 masters), optimizer state and buffers are stored under their names and shapes, with the
+        loss scale, the scheduler, the counters and the random state of each rank. What one configuration saved any other loads: other
+        numbers of ranks, stages, places, budgets and dtypes. The folder appears whole or not at all; a tag that exists is replaced.
+        Buffers are those of rank 0. One unit and one chunk of state are in memory at a time.
 
-    save_16bit_model = save_fp16_model = save_checkpoint
+        Args:
+            tag: default `global_step{N}`.
+            client_state: anything that `torch.save` takes; `load_checkpoint` returns it.
+            save_latest: name the tag in the file `latest`, which `load_checkpoint` looks for.
+            exclude_frozen_parameters: leave them out.
+
+        Returns:
+            True, as DeepSpeed's does.
+
+        Raises:
+            UsageError: a tag that is no name, or another one on another rank; StorageError: no room, or another fault of the drive.
+        """
+        self._check()
+        save_checkpoint(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from what `save_checkpoint` saved; all ranks call it together. Load from folders that you trust: objects are unpickled.
+
+        Every byte is checked, and names and shapes compared, before the first change: a load that fails there leaves the engine as it is.
+        Gradients are dropped.
+
+        Args:
+            tag: default: what the file `latest` names.
+            load_module_strict: names that the model or the checkpoint lacks are an error, else a warning.
+            load_optimizer_states: else the optimizer's state and param groups stay as they are.
+            load_lr_scheduler_states: else the scheduler stays as it is.
+            load_module_only: only weights and buffers.
+
+        Returns:
+            The folder and the `client_state`; `(None, None)`, and a warning, when no tag is given and there is no file `latest`.
+
+        Raises:
+            UsageError: there is no such checkpoint, or it does not fit; StorageError: a file is damaged, missing or cannot be read.
+        """
+        self._check()
+        return load_checkpoint(self, load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+
+    def save_16bit_model(self, *args: Any, **kwargs: Any) -> None:
+        """Not supported yet."""
+        raise UsageError("save_16bit_model is not supported yet; the weights: torch.save(engine.module.state_dict(), path)")
+
+    save_fp16_model = save_16bit_model
 
     def destroy(self) -> None:
         """The same as `close`, by DeepSpeed's name."""

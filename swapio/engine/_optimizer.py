@@ -62,7 +62,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        raise UsageError("the optimizer's state is in the engine's store; saving it is not supported yet")
+        raise UsageError("the optimizer's state is in the engine's store; save it with engine.save_checkpoint(folder)")
 
     def load_state_dict(self, state_dict: Any) -> None:
-        raise UsageError("the optimizer's state is in the engine's store; loading it is not supported yet")
+        raise UsageError("the optimizer's state is in the engine's store; load it with engine.load_checkpoint(folder)")

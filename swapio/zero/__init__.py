@@ -20,6 +20,7 @@ from ._gathered import GatheredParameters, register_external_parameter, unregist
 from ._init import Init
 from ._layout import UnitLayout, UnitSpec, find_units
 from ._partition import Partition
+from ._portable import PortableState, Portion
 from ._quiet import uninterrupted
 from ._ranks import Ranks
 from ._step import CHUNK_NUMEL, ChunkedStep, Gradients, chunk_layouts
@@ -35,6 +36,8 @@ __all__ = [
     "Gradients",
     "Init",
     "Partition",
+    "PortableState",
+    "Portion",
     "Ranks",
     "Unit",
     "UnitLayout",

@@ -32,6 +32,7 @@ _HEADER_NUMEL = 4  # kind, unit, number, tag
 _TAGS_PER_MESSAGE = 16  # a status, then the pieces
 _PUT_TAGS = 1 << 29  # apart from those of answers, which are numbered by who asked
 _FOREVER = datetime.timedelta(days=3650)
+_MESSAGE_NBYTES = 1024
 _HASTE_S = 2.0  # for a goodbye when nothing else is waited for
 _OPEN: weakref.WeakSet[Ranks] = weakref.WeakSet()
 
@@ -125,6 +126,27 @@ class Ranks:
     def meet(self, what: str) -> None:
         """Return when all ranks are here."""
         self.all_gather(torch.zeros(1, dtype=torch.int64), what=what)
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """All ranks leave it without an error, or each of them with one: its own, or that another rank has one."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        said = f"{type(error).__name__}: {error}".encode()[:_MESSAGE_NBYTES] if error is not None and not self.alone else b""
+        told = self.all_gather(torch.frombuffer(bytearray(said.ljust(_MESSAGE_NBYTES, b"\0")), dtype=torch.uint8), what=what)
+        if error is not None:
+            raise error
+        for rank, message in enumerate(told):
+            if message.any():
+                raise RankError(f"{what} failed on rank {rank}: {bytes(message.tolist()).rstrip(bytes(1)).decode(errors='replace')}")
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Where all ranks meet; None when alone."""
+        return None if self.alone else self._meeting
 
     # --- asking and sending ---
 

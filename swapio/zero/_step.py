@@ -10,14 +10,13 @@ import torch
 from ..errors import UsageError
 from ..optim import ChunkLayout, ChunkStepper, Group, OptimizerSpec, StepRange, chunk_layout, first_nonfinite, merge_
 from ..swap import Place, Record
-from ._gather import GatheredLease
 from ._layout import ALIGN_NUMEL, Slot, UnitLayout
 from ._partition import Partition, Piece
 from ._quiet import quiet
 from ._unit import Unit
 from ._units import UnitSet
 
-__all__ = ["CHUNK_NUMEL", "ChunkedStep", "Gradients", "chunk_layouts"]
+__all__ = ["CHUNK_NUMEL", "Chunk", "ChunkedStep", "Gradients", "chunk_layouts"]
 
 CHUNK_NUMEL = 1 << 20
 """Elements whose state moves in one piece: 10 MiB with a split master and two moments."""
@@ -50,14 +49,21 @@ class Gradients:
     bad: str | None
 
 
-@dataclasses.dataclass(slots=True)
-class _Chunk:
+@dataclasses.dataclass(slots=True, eq=False)
+class Chunk:
+    """State that moves in one piece."""
+
     record: Record
     layout: ChunkLayout
     segment: int
     start: int  # element in the segment
     offset: int  # byte of its weights in the unit's record
     sum_start: int  # element of its gradients among this rank's sums
+
+    def weights(self, unit: Unit, raw: torch.Tensor) -> torch.Tensor:
+        """Its weights, flat, in the bytes of the unit's record."""
+        dtype = unit.layout.segments[self.segment].dtype
+        return raw[self.offset : self.offset + self.layout.numel * dtype.itemsize].view(dtype)
 
 
 class ChunkedStep:
@@ -77,7 +83,7 @@ class ChunkedStep:
         self.home = home
         self.chunk_numel = chunk_numel
         self._stepper = ChunkStepper(spec)
-        self._chunks: dict[Unit, list[_Chunk]] = {}
+        self.chunks: dict[Unit, list[Chunk]] = {}
         self._frozen: list[tuple[str, torch.Tensor]] = []  # in a param group, with no state
         self.num_updates: dict[Unit, list[int]] = {}  # by parameter, as PyTorch counts its `step`
         zero.stepper = self
@@ -89,13 +95,13 @@ class ChunkedStep:
 
     def add_unit(self, unit: Unit) -> None:
         """Reserve the state of a unit; it is zeros until the first step."""
-        chunks = self._chunks[unit] = []
+        chunks = self.chunks[unit] = []
         for piece, start, layout in chunk_layouts(unit.layout, self.pieces(unit), self.spec, self.chunk_numel):
             record = self.zero.create(f"{unit.name}#{piece.segment}.{start}", layout.nbytes, self.home)
             itemsize = unit.layout.segments[piece.segment].dtype.itemsize
             base = piece.shard_offset if self.zero.partitions_weights else piece.offset
             offset = base + (start - piece.start) * itemsize
-            chunks.append(_Chunk(record, layout, piece.segment, start, offset, piece.sum_start + start - piece.start))
+            chunks.append(Chunk(record, layout, piece.segment, start, offset, piece.sum_start + start - piece.start))
         self.num_updates[unit] = [0] * len(unit.params)
         self._frozen += [
             (name, param)
@@ -108,12 +114,12 @@ class ChunkedStep:
 
         The weights of other parameters become their own masters.
         """
-        for chunk in self._chunks[unit]:
+        for chunk in self.chunks[unit]:
             known = any(index in masters for index, *_ in _pieces(unit, chunk))
             if not chunk.layout.head_nbytes or (chunk.layout.split and not known):  # zeros in `lo` say it already
                 continue
             with self.zero.pin(chunk.record, self.zero.step_place) as lease:
-                views, flat_weights = chunk.layout.views(lease.raw), _weights(weights, unit, chunk)
+                views, flat_weights = chunk.layout.views(lease.raw), chunk.weights(unit, weights)
                 for index, begin, end, source in _pieces(unit, chunk):
                     if index in masters:
                         flat = masters[index].as_strided((unit.layout.slots[index].span,), (1,))
@@ -130,7 +136,7 @@ class ChunkedStep:
             field: one of the spec's, fp32; None: what makes masters of 16-bit weights: their lower halves, int16, or all of them, fp32.
             write: the values are going to be changed.
         """
-        for chunk in self._chunks[unit]:
+        for chunk in self.chunks[unit]:
             for begin, end, source in [p[1:] for p in _pieces(unit, chunk) if p[0] == index]:
                 with self.zero.pin(chunk.record, self.zero.step_place) as lease:
                     views = chunk.layout.views(lease.raw)
@@ -146,7 +152,7 @@ class ChunkedStep:
         slot = unit.layout.slots[index]
         master = torch.empty_strided(slot.shape, slot.stride, dtype=torch.float32, device=weight.device)
         flat, hi = master.as_strided((slot.span,), (1,)), weight.as_strided((slot.span,), (1,))
-        for chunk in self._chunks[unit]:
+        for chunk in self.chunks[unit]:
             for _, begin, end, source in (p for p in _pieces(unit, chunk) if p[0] == index):
                 with self.zero.pin(chunk.record, self.zero.step_place) as lease:
                     views, part = chunk.layout.views(lease.raw), slice(source, source + end - begin)
@@ -158,7 +164,7 @@ class ChunkedStep:
 
     def records(self) -> Iterator[Record]:
         """The state, chunk by chunk."""
-        return (c.record for chunks in self._chunks.values() for c in chunks)
+        return (c.record for chunks in self.chunks.values() for c in chunks)
 
     def state_nbytes(self) -> int:
         return sum(record.nbytes for record in self.records())
@@ -249,7 +255,7 @@ class ChunkedStep:
         with quiet():
             work = [u for u in zero.units if any(u.has_grad)]  # the same on all ranks
             if zero.schedule is not None:
-                zero.schedule.announce([(r, zero.step_place) for u in work for r in (u.record, *(c.record for c in self._chunks[u]))])
+                zero.schedule.announce([(r, zero.step_place) for u in work for r in (u.record, *(c.record for c in self.chunks[u]))])
             for unit in work:
                 self._step_unit(unit, groups, scale, factor)
                 unit.drop_grads()
@@ -258,9 +264,7 @@ class ChunkedStep:
 
     def _step_unit(self, unit: Unit, groups: Sequence[Group], scale: float, factor: float) -> None:
         zero = self.zero
-        if unit.lease is not None:  # held by a view
-            unit.find_writes()
-            unit.lease.publish()
+        unit.publish_writes()
         stepped = [i for i, has in enumerate(unit.has_grad) if has]
         counts = self.num_updates[unit]
         for index in stepped:
@@ -269,7 +273,7 @@ class ChunkedStep:
             self._share_sums(unit)
         self._used(unit.record)
         with zero.pin(unit.record, zero.step_place) as weights:
-            for chunk in self._chunks[unit]:
+            for chunk in self.chunks[unit]:
                 ranges = list(self._ranges(unit, chunk, groups))
                 stale = [p for p in _pieces(unit, chunk) if p[0] in unit.stale_masters] if chunk.layout.head_nbytes else []
                 self._used(chunk.record)
@@ -278,9 +282,9 @@ class ChunkedStep:
                 with zero.pin(chunk.record, zero.step_place) as lease:
                     views = chunk.layout.views(lease.raw)
                     for _, begin, end, _ in stale:
-                        views.adopt_weights(_weights(weights.raw, unit, chunk), start=begin, stop=end)
+                        views.adopt_weights(chunk.weights(unit, weights.raw), start=begin, stop=end)
                     self._stepper.step(
-                        _weights(weights.raw, unit, chunk), self._grads(unit, chunk), views, ranges,
+                        chunk.weights(unit, weights.raw), self._grads(unit, chunk), views, ranges,
                         grad_scale=None if scale == 1 else scale, grad_factor=None if factor == 1 else factor,
                     )  # fmt: skip
                     del views
@@ -289,12 +293,7 @@ class ChunkedStep:
                 self._share_weights(unit, weights.raw)
             weights.mark_dirty(span=self._stepped_bytes(unit))
         unit.stale_masters.clear()
-        if unit.lease is not None:  # the view must show the new weights
-            if not isinstance(unit.lease, GatheredLease):
-                zero.pin(unit.record, Place.DEVICE).release()
-            unit.weights_stepped(stepped)
-        else:
-            unit.weights_changed_away(stepped)
+        unit.record_changed(stepped)
 
     def _stepped_bytes(self, unit: Unit) -> slice:
         """Around all trained weights in the unit's record: frozen ones beside them need not be written back."""
@@ -309,7 +308,7 @@ class ChunkedStep:
         if self.zero.schedule is not None:
             self.zero.schedule.used(record, self.zero.step_place)
 
-    def _ranges(self, unit: Unit, chunk: _Chunk, groups: Sequence[Group]) -> Iterator[StepRange]:
+    def _ranges(self, unit: Unit, chunk: Chunk, groups: Sequence[Group]) -> Iterator[StepRange]:
         for index, begin, end, _ in _pieces(unit, chunk):
             group = unit.groups[index]
             if unit.has_grad[index] and group is not None:
@@ -347,7 +346,7 @@ class ChunkedStep:
                     if host is not part:
                         part.copy_(host)
 
-    def _grads(self, unit: Unit, chunk: _Chunk) -> torch.Tensor:
+    def _grads(self, unit: Unit, chunk: Chunk) -> torch.Tensor:
         zero = self.zero
         if zero.sums is not None and zero.stage:
             total = zero.sums.total(unit)[chunk.sum_start : chunk.sum_start + chunk.layout.numel]
@@ -360,7 +359,7 @@ class ChunkedStep:
         return unit.grads.tensor[begin : begin + chunk.layout.numel * itemsize].view(segment.grad_dtype)
 
 
-def _pieces(unit: Unit, chunk: _Chunk) -> Iterator[tuple[int, int, int, int]]:
+def _pieces(unit: Unit, chunk: Chunk) -> Iterator[tuple[int, int, int, int]]:
     """The trained parameters in a chunk: (index, first and past-the-last element in the chunk, first element in the parameter)."""
     stop = chunk.start + chunk.layout.numel
     for slot in sorted(unit.layout.slots, key=lambda s: s.start):
@@ -368,12 +367,6 @@ def _pieces(unit: Unit, chunk: _Chunk) -> Iterator[tuple[int, int, int, int]]:
             begin, end = max(slot.start, chunk.start), min(slot.start + slot.span, stop)
             if begin < end:
                 yield slot.index, begin - chunk.start, end - chunk.start, begin - slot.start
-
-
-def _weights(raw: torch.Tensor, unit: Unit, chunk: _Chunk) -> torch.Tensor:
-    """The chunk's weights, flat, in the bytes of the unit's record."""
-    dtype = unit.layout.segments[chunk.segment].dtype
-    return raw[chunk.offset : chunk.offset + chunk.layout.numel * dtype.itemsize].view(dtype)
 
 
 def _norm(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch import nn
 from ..errors import UsageError
 from ..memory import Lease
 from ..spec import round_up
-from ..swap import Record, RecordLease
+from ..swap import Place, Record, RecordLease
 from ._away import AwayParameter, WindowParameter, forget, manage, placeholder, raw_grad, set_raw_grad
 from ._gather import GatheredLease
 from ._layout import ALIGN_NUMEL, Slot, UnitLayout
@@ -228,11 +228,29 @@ class Unit:
             for index in self._hashes:
                 self._hashes[index] = self.digest(index)
 
-    def weights_changed_away(self, indices: Sequence[int]) -> None:
-        """The same for a unit that is away."""
-        with quiet():
-            for index in indices:
-                _bump(self.params[index])
+    def record_changed(self, indices: Sequence[int]) -> None:
+        """The weights of these parameters were changed in the unit's record: whoever holds a view must see them."""
+        if self.lease is None:
+            with quiet():
+                for index in indices:
+                    _bump(self.params[index])
+            return
+        if not isinstance(self.lease, GatheredLease):  # that one is refreshed when all ranks have written
+            self.zero.pin(self.record, Place.DEVICE).release()
+        self.weights_stepped(indices)
+
+    def publish_writes(self) -> None:
+        """Let the record have what the user wrote into an attached unit."""
+        if self.lease is not None:
+            self.find_writes()
+            self.lease.publish()
+
+    def settle(self) -> None:
+        """Let the record have all that the user wrote, data put in place of a parameter that is away too."""
+        with self.zero.lock, quiet():
+            if self.lease is None and self._foreign(placeholder_is_ours=True):
+                self.attach()
+            self.publish_writes()
 
     def _foreign(self, *, placeholder_is_ours: bool = False) -> list[int]:
         """Parameters whose data the user replaced (`p.data = x`, `.to()`)."""

@@ -145,8 +145,12 @@ class UnitSet:
         with self._stepped:
             self.num_steps += 1
             self._stepped.notify_all()
+        self.refresh_views()
+
+    def refresh_views(self) -> None:
+        """Let gathered weights that somebody holds show what all ranks have written into their slices."""
         if self.partitions_weights:
-            for unit in self._attached:  # held by a view, which must show the new weights
+            for unit in self._attached:
                 if isinstance(unit.lease, GatheredLease):
                     unit.lease.refresh()
 
@@ -178,9 +182,7 @@ class UnitSet:
             yield
             with self.lock:
                 for unit in list(self._attached):
-                    unit.find_writes()
-                    if unit.lease is not None:
-                        unit.lease.publish()
+                    unit.publish_writes()
         finally:
             self.modifying = before
         self.ranks.meet("waiting for all ranks to have written weights")

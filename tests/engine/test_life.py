@@ -486,7 +486,7 @@ def test_what_would_be_silently_wrong_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(swapio.UsageError, match="no optimizer"):
             engine.step()
         with pytest.raises(swapio.UsageError, match="state_dict"):
-            engine.save_checkpoint("somewhere")
+            engine.save_16bit_model("somewhere")
 
 
 def test_engines_share_a_manager_and_leave_nothing_in_it(tmp_path: Path) -> None:

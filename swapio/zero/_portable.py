@@ -1,0 +1,191 @@
+"""Weights and optimizer state by parameter, whatever the layout, the slices and the places here: what checkpoints hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from ..optim import split_
+from ..swap import RecordLease
+from ._layout import Slot
+from ._partition import Partition, Piece
+from ._quiet import quiet
+from ._step import CHUNK_NUMEL, Chunk
+from ._unit import Unit
+from ._units import UnitSet
+
+__all__ = ["PortableState", "Portion"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Portion:
+    """Elements `start` to `stop` of one parameter, in the order in which they lie in memory.
+
+    Attributes:
+        field: of the optimizer's state; None: the fp32 master of a trained parameter, the weight of another.
+        offset: byte of its weights in the unit's record.
+        chunk, begin: where its state is; None where this rank has none.
+    """
+
+    unit: Unit
+    slot: Slot
+    field: str | None
+    start: int
+    stop: int
+    offset: int
+    chunk: Chunk | None
+    begin: int
+
+    @property
+    def name(self) -> str:
+        return self.unit.names[self.slot.index]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what `read` gives and `write` takes."""
+        return torch.float32 if self.slot.trained else self.slot.dtype
+
+
+class PortableState:
+    """Reads and writes portions one after the other; a unit and a chunk are in memory at a time, as in a step.
+
+    Use it as a context manager, between steps, and call `settle` before the rest.
+    """
+
+    def __init__(self, zero: UnitSet) -> None:
+        self._zero = zero
+        self._rank = zero.ranks.rank
+        self._leases: list[RecordLease] = []  # of a unit, then of one of its chunks
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._release(0)
+
+    def settle(self) -> None:
+        """Take over what the user wrote into weights.
+
+        Raises:
+            UsageError: he wrote what he may not.
+        """
+        self._zero.close_windows()
+        for unit in self._zero.units:
+            unit.settle()
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """What the optimizer keeps of each trained parameter."""
+        return self._zero.stepper.spec.fields if self._zero.stepper is not None else ()
+
+    def params(self) -> Iterator[tuple[Unit, Slot, str]]:
+        """Those with elements, by name."""
+        return ((u, s, u.names[s.index]) for u in self._zero.units for s in u.layout.slots if s.span)
+
+    def owned(self) -> Iterator[Portion]:
+        """What this rank saves: every element of everything on exactly one rank."""
+        for unit in self._zero.units:
+            yield from self._portions(unit, unit.partition.pieces[self._rank])
+
+    def kept(self) -> Iterator[Portion]:
+        """What this rank must load: all that it has."""
+        for unit in self._zero.units:
+            whole = Partition(unit.layout, 1).pieces
+            yield from self._portions(unit, unit.partition.pieces[self._rank] if self._zero.partitions_weights else whole[0])
+
+    def _portions(self, unit: Unit, pieces: Iterable[Piece]) -> Iterator[Portion]:
+        for piece in pieces:
+            base = piece.shard_offset if self._zero.partitions_weights else piece.offset
+            for slot in sorted(unit.layout.slots, key=lambda s: s.start):
+                first, last = max(slot.start, piece.start), min(slot.start + slot.span, piece.stop)
+                if slot.segment != piece.segment or first >= last:
+                    continue
+                for start, stop, chunk in self._cut(unit, slot, first, last):
+                    offset = base + (start - piece.start) * slot.dtype.itemsize
+                    for field in (None, *(self.fields if chunk is not None else ())):
+                        begin = start - chunk.start if chunk is not None else 0
+                        yield Portion(unit, slot, field, start - slot.start, stop - slot.start, offset, chunk, begin)
+
+    def _cut(self, unit: Unit, slot: Slot, first: int, last: int) -> Iterator[tuple[int, int, Chunk | None]]:
+        """Parts of elements of a segment: each in one chunk, or in none."""
+        stepper = self._zero.stepper
+        chunks = [c for c in stepper.chunks[unit] if c.segment == slot.segment] if stepper is not None and slot.trained else []
+        for chunk in sorted(chunks, key=lambda c: c.start):
+            start, stop = max(first, chunk.start), min(last, chunk.start + chunk.layout.numel)
+            if start < stop:
+                yield from _uncovered(first, start)
+                yield start, stop, chunk
+                first = stop
+        yield from _uncovered(first, last)
+
+    def read(self, portion: Portion) -> torch.Tensor:
+        """The values, `[numel]` in host memory; good until the next call."""
+        with self._zero.lock, quiet():
+            numel = portion.stop - portion.start
+            weights, chunk = self._pin(portion, dirty=False)
+            if chunk is None or portion.chunk is None:
+                return _weights(portion, weights).cpu()
+            views, part = portion.chunk.layout.views(chunk.raw), slice(portion.begin, portion.begin + numel)
+            if portion.field is not None:
+                return views.fields[portion.field][part].cpu()
+            if portion.slot.index in portion.unit.stale_masters:
+                return _weights(portion, weights).float().cpu()
+            master = torch.empty(numel, device=chunk.raw.device)
+            views.read_master(master, portion.chunk.weights(portion.unit, weights.raw), start=portion.begin)
+            return master.cpu()
+
+    def write(self, portion: Portion, values: torch.Tensor) -> None:
+        """Set what `read` gives, and the weight to what a master rounds to."""
+        with self._zero.lock, quiet():
+            weights, chunk = self._pin(portion, dirty=True)
+            values = values.to(weights.raw.device)
+            if chunk is not None and portion.chunk is not None:
+                views = portion.chunk.layout.views(chunk.raw)
+                if portion.field is not None:
+                    views.fields[portion.field][portion.begin : portion.begin + values.numel()].copy_(values)
+                else:
+                    views.store_master(values, portion.chunk.weights(portion.unit, weights.raw), start=portion.begin)
+            elif portion.slot.trained and portion.slot.dtype is torch.bfloat16:
+                split_(values, _weights(portion, weights), torch.empty(values.numel(), dtype=torch.int16, device=values.device))
+            else:
+                _weights(portion, weights).copy_(values)
+
+    def written(self, unit: Unit, indices: Iterable[int]) -> None:
+        """All of these parameters' weights and masters were written."""
+        with self._zero.lock, quiet():
+            self._release(0)
+            indices = list(indices)
+            unit.stale_masters.difference_update(indices)
+            unit.record_changed(indices)
+
+    def _pin(self, portion: Portion, *, dirty: bool) -> tuple[RecordLease, RecordLease | None]:
+        wanted = [portion.unit.record, *([portion.chunk.record] if portion.chunk is not None else [])]
+        same = 0
+        while same < min(len(wanted), len(self._leases)) and self._leases[same].record is wanted[same]:
+            same += 1
+        self._release(same)
+        for record in wanted[same:]:
+            self._leases.append(self._zero.pin(record, self._zero.step_place))
+        if dirty:
+            self._leases[0 if portion.field is None else 1].mark_dirty()
+            if portion.field is None and portion.chunk is not None and portion.chunk.layout.head_nbytes:
+                self._leases[1].mark_dirty()
+        return self._leases[0], self._leases[1] if portion.chunk is not None else None
+
+    def _release(self, keep: int) -> None:
+        while len(self._leases) > keep:
+            self._leases.pop().release()
+
+
+def _uncovered(first: int, last: int) -> Iterator[tuple[int, int, None]]:
+    for start in range(first, last, CHUNK_NUMEL):
+        yield start, min(start + CHUNK_NUMEL, last), None
+
+
+def _weights(portion: Portion, lease: RecordLease) -> torch.Tensor:
+    nbytes = (portion.stop - portion.start) * portion.slot.dtype.itemsize
+    return lease.raw[portion.offset : portion.offset + nbytes].view(portion.slot.dtype)

@@ -1,0 +1,112 @@
+"""Checkpoints that are whole or not there: kills, full drives, damage, tags."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import swapio
+from tests.mounts import ROOT, mounted
+
+from .work import Snapshot, engine_of, flip, same, snapshot, train
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> list[Snapshot]:
+    """After one step, and after two."""
+    with engine_of(tmp_path_factory.mktemp("references"), params="none", state="none") as engine:
+        found = []
+        for step in range(2):
+            train(engine, step, step + 1)
+            found.append(snapshot(engine))
+        return found
+
+
+@pytest.mark.parametrize("tag", ["", "best"], ids=["another tag", "the same tag"])
+def test_killed_at_any_moment(tmp_path: Path, references: list[Snapshot], tag: str, caplog: pytest.LogCaptureFixture) -> None:
+    """SIGKILL before each open, rename, removal and sync of a save: the one before is there, or the new one, and both are whole."""
+    code = f"from tests.checkpoint.work import *; die_at_each_moment({str(tmp_path)!r}, {str(tmp_path)!r}, {tag!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=100)
+    moments = sorted((p for p in tmp_path.iterdir() if p.name.isdigit()), key=lambda p: int(p.name))
+    steps = []
+    with engine_of(tmp_path, seed=5, params="none", state="none") as engine:
+        for directory in moments:
+            caplog.clear()
+            path, _ = engine.load_checkpoint(directory)
+            steps.append(engine.global_steps)
+            same(snapshot(engine), references[engine.global_steps - 1])
+            assert path == str(directory / (tag or f"global_step{steps[-1]}"))
+            left = [p.name for p in directory.iterdir() if ".tmp-" in p.name]
+            assert all(name in caplog.text for name in left) and bool(left) == ("did not end" in caplog.text)
+        assert len(steps) > 12 and steps == sorted(steps) and set(steps) == {1, 2}
+        assert engine.save_checkpoint(moments[5], tag=tag or None)  # over what was left
+        assert "did not end" in caplog.text
+
+
+def test_a_full_drive(tmp_path: Path) -> None:
+    done = mounted(tmp_path, "tmpfs", [sys.executable, "-c", "from tests.checkpoint.work import *; fill('{here}')"], size="2m")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("name", "offset"), [("__0_0.distcp", 0), ("__0_0.distcp", 100_000), ("__0_0.distcp", -1), (".metadata", 500)])
+def test_one_flipped_bit(tmp_path: Path, name: str, offset: int) -> None:
+    with engine_of(tmp_path) as engine:
+        train(engine, 0, 1)
+        engine.save_checkpoint(tmp_path / "saved")
+        train(engine, 1, 2)
+        before = snapshot(engine)
+        flip(tmp_path / "saved" / "global_step1" / name, offset)
+        with pytest.raises(swapio.StorageError, match=rf"'{re.escape(name)}' failed: it is not what was written"):
+            engine.load_checkpoint(tmp_path / "saved")
+        same(snapshot(engine), before)
+        assert engine.global_steps == 2
+        train(engine, 2, 3)
+
+
+def test_files_that_are_short_missing_or_nonsense(tmp_path: Path) -> None:
+    with engine_of(tmp_path) as engine:
+        engine.save_checkpoint(tmp_path, tag="a")
+        data, manifest = tmp_path / "a" / "__0_0.distcp", tmp_path / "a" / "manifest.json"
+        content = data.read_bytes()
+        data.write_bytes(content[:-1])
+        with pytest.raises(swapio.StorageError, match="another size"):
+            engine.load_checkpoint(tmp_path)
+        data.unlink()
+        with pytest.raises(swapio.StorageError, match="it is missing"):
+            engine.load_checkpoint(tmp_path)
+        data.write_bytes(content)
+        good = manifest.read_text()
+        for bad in (good[:-5], "[]", good.replace("nbytes", "nbytEs"), good.replace('"format": 1', '"format": 2')):
+            manifest.write_text(bad)
+            with pytest.raises((swapio.StorageError, swapio.UsageError), match=r"manifest\.json"):
+                engine.load_checkpoint(tmp_path)
+        manifest.write_text(good)
+        assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "a")
+
+
+def test_tags(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with engine_of(tmp_path) as engine:
+        assert engine.load_checkpoint(tmp_path / "nowhere") == (None, None)
+        assert "has no file 'latest'" in caplog.text and "checkpoints there: none" in caplog.text
+        for tag in ("a", "b"):
+            train(engine, 0, 1)
+            engine.save_checkpoint(tmp_path, tag=tag)
+        train(engine, 0, 1)
+        engine.save_checkpoint(tmp_path, save_latest=False)
+        with pytest.raises(swapio.UsageError, match="has no checkpoint 'c'; it has 'a', 'b', 'global_step3'"):
+            engine.load_checkpoint(tmp_path, "c")
+        for wanted, step in ((None, 2), ("a", 1), ("global_step3", 3)):
+            engine.load_checkpoint(tmp_path, wanted)
+            assert engine.global_steps == step
+        (tmp_path / "latest").write_text("d")
+        with pytest.raises(swapio.UsageError, match="has no checkpoint 'd'"):
+            engine.load_checkpoint(tmp_path)
+        for bad in ("", "a/b", "..", "latest", "a.tmp-1"):
+            with pytest.raises(swapio.UsageError, match="cannot be the name of a folder"):
+                engine.save_checkpoint(tmp_path, tag=bad)
