@@ -35,7 +35,7 @@ def bench_paths(paths: Sequence[Path], plan: Plan, out: Path, console: Console) 
 
             def announce(moved: int, written: int, progress: Progress = progress, path: Path = path) -> None:
                 progress.console.print(
-                    f"About {format_nbytes(moved)} will be moved, {format_nbytes(written)} of them written to {path}; no file stays.",
+                    f"At most {format_nbytes(moved)} will be moved, {format_nbytes(written)} of them written to {path}; no file stays.",
                     soft_wrap=True,
                 )
 

@@ -213,7 +213,9 @@ class SwapioConfig(Section):
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     gradient_clipping: float = Field(default=0.0, ge=0, description="largest norm of all gradients; 0, the default: off (DeepSpeed: 1.0)")
-    steps_per_print: Interval = Field(default=None, description="log loss and learning rate every so many steps; null: never")
+    steps_per_print: Interval = Field(
+        default=None, description="log loss and learning rate every so many steps, by the logger swapio at level INFO; null: never"
+    )
     dataloader_drop_last: bool = Field(default=False, description="of training_data, drop a last batch that is not full")
     fp16: Fp16Config = Fp16Config()
     bf16: Bf16Config = Bf16Config()

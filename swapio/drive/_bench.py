@@ -280,10 +280,11 @@ def run_bench(
     Raises:
         ConfigError: too little room; StorageError: the directory cannot be used.
     """
+    check_directory(directory)
     run = _Run(directory, plan, progress)
-    room = shutil.disk_usage(directory).free if os.path.isdir(directory) else 0
+    room = shutil.disk_usage(directory).free
     need = len(FILE_BACKENDS) * plan.file_nbytes + KEPT_FREE_NBYTES
-    if os.path.isdir(directory) and room < need:
+    if room < need:
         raise ConfigError(
             f"{run.directory}: {format_nbytes(room)} are free, the bench needs {format_nbytes(need)}; free some or take --quick",
             key="path",
@@ -327,6 +328,15 @@ def run_bench(
         "forecast": [dataclasses.asdict(f) for f in forecast(mix)],
         "notes": notes,
     }
+
+
+def check_directory(directory: str | os.PathLike[str]) -> None:
+    """
+    Raises:
+        ConfigError: it does not exist. One that was made would be on the drive of its parent, which nobody asked about.
+    """
+    if not os.path.isdir(directory):
+        raise ConfigError(f"{os.fspath(directory)}: there is no such directory; is the drive mounted? Give one that exists", key="path")
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

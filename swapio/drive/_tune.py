@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import StorageError
 from ..io import FILE_BACKENDS, aligned_buffer, filesystem_of
-from ._bench import best_setting, config_block, spread
+from ._bench import best_setting, check_directory, config_block, spread
 from ._workload import DriveFile, Setting, measure, written_nbytes
 
 __all__ = ["Search", "run_tune"]
@@ -76,6 +76,7 @@ def run_tune(
     Raises:
         StorageError: the directory cannot be used.
     """
+    check_directory(directory)
     search = search or Search()
     samples: dict[Setting, list[float]] = {}
     written = 0

@@ -237,6 +237,11 @@ class Engine(nn.Module):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Decide by yourself, from now on, which `step` steps the optimizer; the loss is still divided by `gradient_accumulation_steps`."""
+        segments = [s for u in self.zero.units for s in u.layout.segments if s.num_trained]
+        if not self.zero.partitions_grads and any(s.grad_dtype is not torch.float32 for s in segments):
+            raise UsageError(
+                'micro-batches would add up in 16 bits: give "data_types": {"grad_accum_dtype": "fp32"}, or gradient_accumulation_steps > 1'
+            )
         self._boundary = is_boundary
 
     @contextlib.contextmanager
@@ -267,7 +272,7 @@ class Engine(nn.Module):
 
     def _zero_grad(self) -> None:
         with self.zero.lock:
-            if self.zero.partitions_grads and self.zero.sums is not None and (self._backwards or self.zero.sums.any_put):
+            if self.zero.partitions_grads and self.zero.sums is not None:  # on all ranks, whatever each of them has
                 self.zero.send_grads()
                 self.zero.sums.finish()
                 self.zero.sums.reset()

@@ -210,7 +210,8 @@ def _engine(
     if not ranks.alone:
         _same_values(model, ranks)
     # sums of several gradients are kept in fp32: here for micro-batches, at stage 0 for those of the ranks too
-    sums_here = settings.gradient_accumulation_steps > 1 if ranks.alone or stage < 2 else False
+    several_parts = settings.gradient_accumulation_steps > 1 or settings.data_types.grad_accum_dtype is not None
+    sums_here = several_parts if ranks.alone or stage < 2 else False
     grad_dtype = torch.float32 if sums_here or not (ranks.alone or stage) else None
     layouts = [_layout(u, groups, dtype, grad_dtype) for u in specs]
     need = host_need(

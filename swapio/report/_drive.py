@@ -31,7 +31,7 @@ def drive_tables(result: Mapping[str, Any]) -> list[Table]:
 def _grid(result: Mapping[str, Any]) -> Table:
     rounds = result["plan"]["repeats"]
     shown = table(
-        f"Throughput, GB/s, medians of {rounds} rounds",
+        f"Throughput, GB/s, medians of at most {rounds} rounds",
         "backend",
         "block",
         "depth",
@@ -53,9 +53,15 @@ def _grid(result: Mapping[str, Any]) -> Table:
         waits = (f"{mix['p50_ms']:.1f}", f"{mix['p99_ms']:.1f}", f"{100 * mix['cpu_cores']:.0f}%")
         is_best = (backend, block, depth) == (best["backend"], best["block_nbytes"], best["queue_depth"])
         shown.add_row(
-            backend, format_nbytes(block), str(depth), *speeds, _gb(mix["min_bytes_per_s"]), *waits, style="bold green" if is_best else None
+            backend + " *" * is_best,
+            format_nbytes(block),
+            str(depth),
+            *speeds,
+            _gb(mix["min_bytes_per_s"]),
+            *waits,
+            style="bold green" if is_best else None,
         )
-    shown.caption = "least, latencies and CPU (of one core) are of the mix; the best setting is marked"
+    shown.caption = "least, latencies and CPU (of one core) are of the mix; *: the best, or within 3% of it with less in flight"
     return shown
 
 
@@ -65,7 +71,7 @@ def _fio(result: Mapping[str, Any]) -> Table:
         low, high = row["ratio_90_percent"]
         shown.add_row(
             format_nbytes(row["block_nbytes"]), str(row["queue_depth"]), row["action"], _gb(row["ours"]["median_bytes_per_s"]),
-            _gb(row["fio"]["median_bytes_per_s"]), f"{row['ratio']:.3f}", f"{low:.2f} - {high:.2f}",
+            _gb(row["fio"]["median_bytes_per_s"]), f"{row['ratio']:.3f}", f"{low:.2f} - {high:.2f}" if low < high else "-",
         )  # fmt: skip
     return shown
 

@@ -75,7 +75,7 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, opti
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     """A copy, fp32, of the gradient as the coming step would see it before clipping: the mean over ranks, summed over the micro-batches
-    so far. With fp16 it is still multiplied by the loss scale. None after `step`, and where no rank has one. Between backward passes only.
+    so far. None after `step`, and where no rank has one. Between backward passes only.
     """
     known = _Known.of(param)
     if known is None:
@@ -312,4 +312,6 @@ class _Known:
                 if rank == self.ranks.rank:
                     zero.sums.replace(unit, piece, self.slot.start + part.start, flat[part] * self.ranks.size)
             unit.contributed[self.index] = True
-            unit.set_grad(self.index, None)
+            unit.has_grad[self.index] = False
+            if not any(unit.has_grad):
+                unit.drop_grads()

@@ -33,6 +33,7 @@ _TAGS_PER_MESSAGE = 16  # a status, then the pieces
 _PUT_TAGS = 1 << 29  # apart from those of answers, which are numbered by who asked
 _FOREVER = datetime.timedelta(days=3650)
 _MESSAGE_NBYTES = 1024
+_PLACE_NBYTES = 96
 _HASTE_S = 2.0  # for a goodbye when nothing else is waited for
 _OPEN: weakref.WeakSet[Ranks] = weakref.WeakSet()
 
@@ -118,10 +119,23 @@ class Ranks:
         """The tensor of each rank."""
         if self.alone:
             return [tensor]
+        self._check_place(what, tensor)
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
         with self._named(what):
             dist.all_gather(gathered, tensor, group=self._meeting)
         return gathered
+
+    def _check_place(self, what: str, tensor: torch.Tensor) -> None:
+        """Ranks that meet in different places would exchange bytes that mean different things, or end the process."""
+        mine = f"{what} ({tensor.nbytes} bytes)".encode()[:_PLACE_NBYTES].ljust(_PLACE_NBYTES)
+        places = [torch.empty(_PLACE_NBYTES, dtype=torch.uint8) for _ in range(self.size)]
+        with self._named(what):
+            dist.all_gather(places, torch.frombuffer(bytearray(mine), dtype=torch.uint8), group=self._meeting)
+        for rank, place in enumerate(places):
+            theirs = bytes(place.tolist())
+            if theirs != mine:
+                there = theirs.decode(errors="replace").strip()
+                raise RankError(f"{what}: rank {rank} is elsewhere, at {there!r}; all ranks must make the same calls of the engine")
 
     def meet(self, what: str) -> None:
         """Return when all ranks are here."""
@@ -207,10 +221,15 @@ class Ranks:
             if self._thread.is_alive():
                 missing = sorted(set(self.others) - self._ended)
                 logger.warning("ranks %s have not closed their engine within %s s; they cannot be served any more", missing, self.timeout_s)
-            elif dist.is_initialized():
-                for group in self._groups:
-                    with contextlib.suppress(RuntimeError):
-                        dist.destroy_process_group(group)
+        if self._thread is not None and not self._thread.is_alive():
+            self._end_groups()
+
+    def _end_groups(self) -> None:
+        """Close the sockets. Once, when nobody serves any more."""
+        groups, self._groups = self._groups, []
+        for group in groups if dist.is_initialized() else []:
+            with contextlib.suppress(RuntimeError, ValueError):
+                dist.destroy_process_group(group)
 
     def _send(self, tensor: torch.Tensor, target: int, tag: int) -> dist.Work:
         return cast(dist.Work, dist.isend(tensor, target, group=self._data, tag=tag))
@@ -253,6 +272,8 @@ class Ranks:
                     for work in works:
                         work.wait(self._limit)
                     server.received(source, unit, number, pieces)
+            if self._closed:  # `close` did not wait
+                self._end_groups()
         except Exception as error:
             if not self._closed:
                 server.failed(RankError(f"rank {self.rank} can serve no more, another rank died or ended: {_first_line(error)}"))

@@ -352,6 +352,11 @@ class Unit:
 
     def set_grad(self, index: int, value: torch.Tensor | None) -> None:
         with self.zero.lock, quiet():
+            if self.contributed[index]:
+                raise UsageError(
+                    f"the gradient of {self.names[index]!r} was summed in slices over the ranks (ZeRO stage {self.zero.stage}); "
+                    "all ranks together set it by swapio.utils.safe_set_full_grad(parameter, value), or drop all by engine.zero_grad()"
+                )
             if self.zero.plain_grads:
                 set_raw_grad(self.params[index], value)
                 return

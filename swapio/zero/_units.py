@@ -177,6 +177,7 @@ class UnitSet:
         if not self.partitions_weights:
             yield
             return
+        self.ranks.meet("waiting for all ranks to write weights")  # until then some may read the old ones
         before, self.modifying = self.modifying, True
         try:
             yield

@@ -165,8 +165,10 @@ def test_without_fio_and_without_direct(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_paths_that_cannot_be_measured(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="missing"):
-        run_bench(tmp_path / "no" / "missing", plan=TINY)
+    for run in (run_bench, run_tune):
+        with pytest.raises(ConfigError, match="missing: there is no such directory"):
+            run(tmp_path / "missing")
+    assert list(tmp_path.iterdir()) == []
     huge = dataclasses.replace(TINY, file_nbytes=1 << 60)
     with pytest.raises(ConfigError, match="are free"):
         run_bench(tmp_path, plan=huge)

@@ -161,6 +161,14 @@ def test_the_user_decides_where_a_step_ends(tmp_path: Path) -> None:
         assert not all(torch.equal(a, b) for a, b in zip(before, values(engine.module), strict=True))
 
 
+def test_micro_batches_never_add_up_in_16_bits(tmp_path: Path) -> None:
+    settings = config(tmp_path, dtype="bf16")
+    with swapio.initialize(model=make(), config=settings)[0] as engine, pytest.raises(swapio.UsageError, match="grad_accum_dtype"):
+        engine.set_gradient_accumulation_boundary(False)
+    with swapio.initialize(model=make(), config=settings | {"data_types": {"grad_accum_dtype": "fp32"}})[0] as engine:
+        engine.set_gradient_accumulation_boundary(False)
+
+
 def test_the_norm_is_that_of_pytorch(tmp_path: Path) -> None:
     model = make()
     model(*batch(0)).backward()

@@ -7,6 +7,7 @@ import random
 import time
 from typing import Any
 
+import pytest
 import torch
 
 import swapio
@@ -200,7 +201,11 @@ def drop_and_go_on(rank: int, path: str, stage: int) -> list[float]:
     with swapio.initialize(model=Branches(), config=_branch_settings(path, stage))[0] as engine:
         for step in range(6):
             if step % 2 == 0:
-                engine.backward(engine(torch.full((4, 8), 100.0 * (rank + 1)), [0, 1]))
+                if step != 2 or rank == 0:  # once by one rank alone
+                    engine.backward(engine(torch.full((4, 8), 100.0 * (rank + 1)), [0, 1]))
+                    if stage >= 2:
+                        with pytest.raises(swapio.UsageError, match="safe_set_full_grad"):
+                            engine.module.get_parameter("first.weight").grad = None
                 engine.zero_grad()
             loss = engine(*branch(rank, step))
             engine.backward(loss)
