@@ -91,6 +91,8 @@ class Ranks:
         self._server: Server | None = None
         self._ended: set[int] = set()  # ranks that said goodbye
         self._closed = False
+        self._ending = threading.Lock()
+        self._num_ended = 0
         self._groups: list[dist.ProcessGroup] = []
         if self.size > 1:
             # the served requests come whenever they come; the rest must not mix with them
@@ -216,19 +218,21 @@ class Ranks:
         with contextlib.suppress(RuntimeError):  # who is gone needs none
             for work in [cast(dist.Work, dist.isend(goodbye, other, group=self._control)) for other in self.others]:
                 work.wait(limit)
+        self._one_ended()
         if wait and self._thread is not None:
             self._thread.join(self.timeout_s)
             if self._thread.is_alive():
                 missing = sorted(set(self.others) - self._ended)
                 logger.warning("ranks %s have not closed their engine within %s s; they cannot be served any more", missing, self.timeout_s)
-        if self._thread is not None and not self._thread.is_alive():
-            self._end_groups()
 
-    def _end_groups(self) -> None:
-        """Close the sockets. Once, when nobody serves any more."""
-        groups, self._groups = self._groups, []
-        for group in groups if dist.is_initialized() else []:
-            with contextlib.suppress(RuntimeError, ValueError):
+    def _one_ended(self) -> None:
+        """The serving thread is through, or `close` has said goodbye: whoever is second closes the sockets."""
+        with self._ending:
+            self._num_ended += 1
+            if self._num_ended < 2 or not dist.is_initialized():
+                return
+        for group in self._groups:
+            with contextlib.suppress(RuntimeError, ValueError):  # its ranks are gone
                 dist.destroy_process_group(group)
 
     def _send(self, tensor: torch.Tensor, target: int, tag: int) -> dist.Work:
@@ -272,11 +276,11 @@ class Ranks:
                     for work in works:
                         work.wait(self._limit)
                     server.received(source, unit, number, pieces)
-            if self._closed:  # `close` did not wait
-                self._end_groups()
         except Exception as error:
             if not self._closed:
                 server.failed(RankError(f"rank {self.rank} can serve no more, another rank died or ended: {_first_line(error)}"))
+        finally:
+            self._one_ended()
 
     def _answer(self, server: Server, source: int, unit: int, number: int, base: int) -> None:
         try:
