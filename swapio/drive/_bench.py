@@ -201,12 +201,16 @@ class _Run:
             for action in ACTIONS:
                 ours: list[float] = []
                 theirs: list[float] = []
+                idle_s = 0.0  # fio's, until it begins: a drive that saves up bursts while idle must have had as long for ours
                 for i in self.rounds(self.plan.fio_repeats, f"fio, {action}", share=0.7):
-                    for who in ("fio", "ours") if i % 2 else ("ours", "fio"):
+                    for who in ("ours", "fio") if i % 2 else ("fio", "ours"):
                         if who == "ours":
+                            time.sleep(idle_s)
                             ours.append(self.take(setting, action, self.plan.fio_nbytes).bytes_per_s)
                         else:
+                            begin = time.monotonic()
                             read, written, seconds = fio_run(self.files["direct"], setting, action, nbytes=self.plan.fio_nbytes)
+                            idle_s = max(time.monotonic() - begin - seconds, 0.0)
                             theirs.append((read + written) / seconds)
                             self.count(read, written, f"{action}: fio, {setting}")
                 low, high = ratio_interval(ours, theirs)
