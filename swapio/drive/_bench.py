@@ -22,13 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError, StorageError, UsageError
+from ..errors import ConfigError, UsageError
 from ..io import FILE_BACKENDS, aligned_buffer, filesystem_of
 from ..spec import format_nbytes
 from ._fio import fio_run, fio_version
 from ._forecast import forecast
 from ._pair import measure_processes
-from ._workload import ACTIONS, READ_SHARE, DriveFile, Sample, Setting, measure, written_nbytes
+from ._workload import ACTIONS, READ_SHARE, DriveFile, Sample, Setting, measure, open_files, written_nbytes
 
 __all__ = ["QUICK", "STANDARD", "TINY", "Plan", "Progress", "run_bench"]
 
@@ -91,6 +91,7 @@ class _Run:
         self.samples: list[Sample] = []
         self.written = 0
         self.read = 0
+        self.total = 0  # bytes that the whole run moves
         self.cut: list[str] = []
         self._start = time.monotonic()
         self._progress = progress
@@ -137,22 +138,10 @@ class _Run:
 
     # doing it ------------------------------------------------------------------------------------------------------------
 
-    def open_files(self, stack: contextlib.ExitStack) -> None:
-        for kind in FILE_BACKENDS:
-            try:
-                self.files[kind] = stack.enter_context(DriveFile(self.directory, backend=kind, nbytes=self.plan.file_nbytes))
-            except StorageError as error:
-                self.refused[kind] = str(error)
-        if not self.files:
-            raise StorageError(
-                "opening", name="test file", path=self.directory, offset=0, wanted=self.plan.file_nbytes, got=0,
-                why="; ".join(f"{kind}: {why}" for kind, why in self.refused.items()),
-            )  # fmt: skip
-
     def count(self, read: int, written: int, what: str) -> None:
         self.read += read
         self.written += written
-        self._progress(self.read + self.written, self.planned()[0], what)
+        self._progress(self.read + self.written, self.total, what)
 
     def fill(self) -> None:
         for kind, file in self.files.items():
@@ -294,8 +283,9 @@ def run_bench(
             key="path",
         )
     with contextlib.ExitStack() as stack:
-        run.open_files(stack)
+        run.files, run.refused = open_files(directory, stack, nbytes=plan.file_nbytes)
         moved, written = run.planned()
+        run.total = moved
         announce(moved, written)
         run.fill()
         grid = run.grid()

@@ -9,10 +9,9 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import StorageError
-from ..io import FILE_BACKENDS, aligned_buffer, filesystem_of
+from ..io import aligned_buffer, filesystem_of
 from ._bench import best_setting, check_directory, config_block, spread
-from ._workload import DriveFile, Setting, measure, written_nbytes
+from ._workload import Setting, measure, open_files, written_nbytes
 
 __all__ = ["Search", "run_tune"]
 
@@ -81,16 +80,7 @@ def run_tune(
     samples: dict[Setting, list[float]] = {}
     written = 0
     with contextlib.ExitStack() as stack:
-        files: dict[str, DriveFile] = {}
-        refused: dict[str, str] = {}
-        for kind in FILE_BACKENDS:
-            try:
-                files[kind] = stack.enter_context(DriveFile(directory, backend=kind, nbytes=search.file_nbytes))
-            except StorageError as error:
-                refused[kind] = str(error)
-        if not files:
-            why = "; ".join(f"{kind}: {why}" for kind, why in refused.items())
-            raise StorageError("opening", name="test file", path=os.fspath(directory), offset=0, wanted=search.file_nbytes, got=0, why=why)
+        files, refused = open_files(directory, stack, nbytes=search.file_nbytes)
         announce(search.written_nbytes(list(files)))
         content = aligned_buffer(max(search.blocks), os.urandom(MiB))
         written += sum(file.fill(content) for file in files.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import queue
@@ -17,7 +18,7 @@ from ..errors import StorageError
 from ..io import FILE_BACKENDS, ChecksummedStorage, IOThreads, Storage, WrapperStorage, aligned_buffer, cached_nbytes, drop_cache
 from ..spec import Extent, format_nbytes
 
-__all__ = ["ACTIONS", "READ_SHARE", "DriveFile", "Sample", "Setting", "measure", "written_nbytes"]
+__all__ = ["ACTIONS", "READ_SHARE", "DriveFile", "Sample", "Setting", "measure", "open_files", "written_nbytes"]
 
 ACTIONS = ("read", "write", "mix")
 READ_SHARE = 14 / 26
@@ -110,6 +111,27 @@ class DriveFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def open_files(
+    directory: str | os.PathLike[str], stack: contextlib.ExitStack, *, nbytes: int
+) -> tuple[dict[str, DriveFile], dict[str, str]]:
+    """A file for each backend that works in a directory, closed by `stack`, and why the others do not.
+
+    Raises:
+        StorageError: none works.
+    """
+    files: dict[str, DriveFile] = {}
+    refused: dict[str, str] = {}
+    for kind in FILE_BACKENDS:
+        try:
+            files[kind] = stack.enter_context(DriveFile(directory, backend=kind, nbytes=nbytes))
+        except StorageError as error:
+            refused[kind] = str(error)
+    if not files:
+        why = "; ".join(f"{kind}: {why}" for kind, why in refused.items())
+        raise StorageError("opening", name="test file", path=os.fspath(directory), offset=0, wanted=nbytes, got=0, why=why)
+    return files, refused
 
 
 class _Timed(WrapperStorage):

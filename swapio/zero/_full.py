@@ -183,8 +183,8 @@ class _Known:
         """Which rank owns which elements: (rank, piece of the unit, elements of the parameter)."""
         for rank, pieces in enumerate(self.unit.partition.pieces):
             for piece in pieces:
-                first, last = max(self.slot.start, piece.start), min(self.slot.start + self.slot.span, piece.stop)
-                if piece.trained and piece.segment == self.slot.segment and first < last:
+                if piece.trained and (found := piece.overlap(self.slot)) is not None:
+                    first, last = found
                     yield rank, piece, slice(first - self.slot.start, last - self.slot.start)
 
     def cut(self, flat: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from ..optim import CHUNK_MULTIPLE
 from ..spec import PAGE_NBYTES, round_up
-from ._layout import UnitLayout
+from ._layout import Slot, UnitLayout
 
 __all__ = ["Partition", "Piece"]
 
@@ -38,6 +38,11 @@ class Piece:
     @property
     def trained(self) -> bool:
         return self.sum_start >= 0
+
+    def overlap(self, slot: Slot) -> tuple[int, int] | None:
+        """First and past-the-last element of the segment that a parameter has in this piece."""
+        first, last = max(slot.start, self.start), min(slot.start + slot.span, self.stop)
+        return (first, last) if slot.segment == self.segment and first < last else None
 
 
 class Partition:

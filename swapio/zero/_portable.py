@@ -99,12 +99,12 @@ class PortableState:
 
     def _portions(self, unit: Unit, pieces: Iterable[Piece]) -> Iterator[Portion]:
         for piece in pieces:
-            base = piece.shard_offset if self._zero.partitions_weights else piece.offset
+            base = self._zero.record_offset(piece)
             for slot in sorted(unit.layout.slots, key=lambda s: s.start):
-                first, last = max(slot.start, piece.start), min(slot.start + slot.span, piece.stop)
-                if slot.segment != piece.segment or first >= last:
+                found = piece.overlap(slot)
+                if found is None:
                     continue
-                for start, stop, chunk in self._cut(unit, slot, first, last):
+                for start, stop, chunk in self._cut(unit, slot, *found):
                     offset = base + (start - piece.start) * slot.dtype.itemsize
                     for field in (None, *(self.fields if chunk is not None else ())):
                         begin = start - chunk.start if chunk is not None else 0

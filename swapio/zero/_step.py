@@ -99,8 +99,7 @@ class ChunkedStep:
         for piece, start, layout in chunk_layouts(unit.layout, self.pieces(unit), self.spec, self.chunk_numel):
             record = self.zero.create(f"{unit.name}#{piece.segment}.{start}", layout.nbytes, self.home)
             itemsize = unit.layout.segments[piece.segment].dtype.itemsize
-            base = piece.shard_offset if self.zero.partitions_weights else piece.offset
-            offset = base + (start - piece.start) * itemsize
+            offset = self.zero.record_offset(piece) + (start - piece.start) * itemsize
             chunks.append(Chunk(record, layout, piece.segment, start, offset, piece.sum_start + start - piece.start))
         self.num_updates[unit] = [0] * len(unit.params)
         self._frozen += [
@@ -152,14 +151,11 @@ class ChunkedStep:
         slot = unit.layout.slots[index]
         master = torch.empty_strided(slot.shape, slot.stride, dtype=torch.float32, device=weight.device)
         flat, hi = master.as_strided((slot.span,), (1,)), weight.as_strided((slot.span,), (1,))
-        for chunk in self.chunks[unit]:
-            for _, begin, end, source in (p for p in _pieces(unit, chunk) if p[0] == index):
-                with self.zero.pin(chunk.record, self.zero.step_place) as lease:
-                    views, part = chunk.layout.views(lease.raw), slice(source, source + end - begin)
-                    if views.lo is not None:
-                        merge_(hi[part], views.lo[begin:end].to(weight.device), flat[part])
-                    elif views.master is not None:
-                        flat[part].copy_(views.master[begin:end])
+        for part, values in self.state(unit, index, None):
+            if values.dtype is torch.int16:
+                merge_(hi[part], values.to(weight.device), flat[part])
+            else:
+                flat[part].copy_(values)
         return master
 
     def records(self) -> Iterator[Record]:
@@ -219,10 +215,9 @@ class ChunkedStep:
             return
         total = self.zero.sums.total(unit)
         for piece in unit.partition.pieces[self.zero.ranks.rank]:
-            if piece.trained and piece.segment == slot.segment:
-                first, last = max(slot.start, piece.start), min(slot.start + slot.span, piece.stop)
-                if first < last:
-                    yield total[piece.sum_start + first - piece.start : piece.sum_start + last - piece.start]
+            if piece.trained and (found := piece.overlap(slot)) is not None:
+                first, last = found
+                yield total[piece.sum_start + first - piece.start : piece.sum_start + last - piece.start]
 
     def check(self) -> None:
         """

@@ -212,10 +212,6 @@ class GradientSums:
                 mine.unit.contributed = [False] * len(mine.unit.params)
                 self._advance(mine)
 
-    @property
-    def any_put(self) -> bool:
-        return any(any(s.unit.contributed) for s in self._sums)
-
     def close(self) -> None:
         for mine in self._sums:
             if mine.lease is not None:

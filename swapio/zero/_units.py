@@ -18,6 +18,7 @@ from ..memory import Event, Lease
 from ..swap import Place, Record, RecordLease, SwapManager
 from ._gather import GatheredLease
 from ._hooks import add_window, load_together, remove_hooks, windows
+from ._partition import Piece
 from ._quiet import quiet, uninterrupted
 from ._ranks import Ranks
 from ._saved import SavedTensors
@@ -101,6 +102,10 @@ class UnitSet:
         return record
 
     # --- among ranks ---
+
+    def record_offset(self, piece: Piece) -> int:
+        """Byte of a piece's weights in the record: of this rank's slice, or of the whole unit."""
+        return piece.shard_offset if self.partitions_weights else piece.offset
 
     def bring(self, unit: Unit) -> RecordLease | GatheredLease:
         """The whole weights of a unit, where ops run."""
