@@ -4,7 +4,7 @@ from ._chunk import ChunkStepper, StepRange
 from ._kernels import CUT_NUMEL, first_nonfinite, step_range
 from ._layout import CHUNK_MULTIPLE, ChunkLayout, ChunkViews, chunk_layout
 from ._spec import Group, OptimizerSpec, from_config, from_torch, state_fields
-from ._split import BLOCK_NUMEL, merge_, round_bf16, split_
+from ._split import BLOCK_NUMEL, merge_, round_, round_bf16, split_
 
 __all__ = [
     "BLOCK_NUMEL",
@@ -21,6 +21,7 @@ __all__ = [
     "from_config",
     "from_torch",
     "merge_",
+    "round_",
     "round_bf16",
     "split_",
     "state_fields",

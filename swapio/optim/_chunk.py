@@ -11,7 +11,7 @@ from torch import Tensor
 from ._kernels import CUT_NUMEL, step_range
 from ._layout import ChunkViews
 from ._spec import Group, OptimizerSpec
-from ._split import BLOCK_NUMEL, merge_, split_
+from ._split import BLOCK_NUMEL, merge_, round_, split_
 
 __all__ = ["ChunkStepper", "StepRange"]
 
@@ -58,9 +58,9 @@ class ChunkStepper:
 
         Args:
             weights: flat slice of the unit, bfloat16, float16 or fp32 `[numel]`. A float16 weight becomes `master.to(torch.float16)`:
-                infinite from 65520 on, while its master goes on.
+                infinite from 65520 on, while its master goes on. A bfloat16 one is the same bits whether its master is split or not.
             grads: `[numel]`, in the dtype of the weights or fp32; never written.
-            views: the state of the chunk; with float16 weights, its `master` is stepped where it is.
+            views: the state of the chunk; its `master`, if any, is stepped where it is.
             ranges: ascending and disjoint, cut at multiples of 64 elements (the last may end with the chunk).
             grad_scale: the fp32 gradient is divided by it (loss scaling).
             grad_factor: the fp32 gradient is multiplied by it (clipping), before the division.
@@ -74,9 +74,9 @@ class ChunkStepper:
             raise ValueError(f"weights must be bfloat16, float16 or float32, got {weights.dtype}")
         if grads.dtype not in (weights.dtype, torch.float32):
             raise ValueError(f"gradients of {weights.dtype} weights must be of that dtype or float32, got {grads.dtype}")
-        head = {torch.bfloat16: views.lo, torch.float16: views.master}
-        state = [*views.fields.values(), *(tensor for tensor in head.values() if tensor is not None)]
-        fits = all((weights.dtype == dtype) == (tensor is not None) for dtype, tensor in head.items())
+        heads = [tensor for tensor in (views.lo, views.master) if tensor is not None]
+        state = [*views.fields.values(), *heads]
+        fits = len(heads) == (weights.dtype != torch.float32) and (views.lo is None or weights.dtype == torch.bfloat16)
         if not fits or any(tensor.shape != (numel,) for tensor in (weights, grads, *state)):
             raise ValueError(
                 f"the state does not belong to the weights: {numel} weights of {weights.dtype}, {grads.numel()} gradients, state of "
@@ -86,13 +86,14 @@ class ChunkStepper:
         copy_grads = grads.dtype != torch.float32 or grad_scale is not None or grad_factor is not None  # the kernels write unscaled ones
         in_place = weights.dtype == torch.float32 and not copy_grads and self.spec.fused  # in one pass, with no temporaries
         blocks = list(_blocks(ranges, numel, max(numel, CUT_NUMEL) if in_place else self._block_numel))  # all checked before any is stepped
+        spare: Tensor | None = None
         for pieces in blocks:
             block = slice(pieces[0].start, pieces[-1].stop)
             weight, grad = weights[block], grads[block]
             master = weight if views.master is None else views.master[block]
-            if copy_grads or views.lo is not None:
+            if copy_grads or weights.dtype is torch.bfloat16:
                 master_scratch, grad_scratch = self._buffers(grad)
-                spare = grad_scratch.view(torch.int32)  # lent to merge and split while no gradient is in it
+                spare = grad_scratch.view(torch.int32)  # lent to merge, split and round while no gradient is in it
             if views.lo is not None:
                 lo, master = views.lo[block], master_scratch
                 merge_(weight, lo, master, scratch=spare)
@@ -107,7 +108,7 @@ class ChunkStepper:
             if views.lo is not None:
                 split_(master, weight, lo, scratch=spare)
             elif views.master is not None:
-                weight.copy_(master)
+                round_(master, weight, scratch=spare)
 
     def _buffers(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Scratch for the master and for the gradient, of the length and on the device of `like`."""

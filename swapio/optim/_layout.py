@@ -1,6 +1,7 @@
 """Where the optimizer state of one chunk of a unit lies in a block of bytes.
 
     bfloat16 weights:  [lo int16 | field fp32 | field fp32 ...]      (the weight itself is the upper half of the master)
+      or, not split:   [master fp32 | field fp32 | field fp32 ...]   (faster, where the state stays in memory; see [Note: Whole master])
     float16 weights:   [master fp32 | field fp32 | field fp32 ...]   (the weight is the master rounded: float16 is no half of fp32)
     fp32 weights:      [field fp32 | field fp32 ...]                 (the weight is the master)
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ..spec import PAGE_NBYTES, round_up
 from ._spec import OptimizerSpec
-from ._split import merge_, split_
+from ._split import merge_, round_, split_
 
 __all__ = ["CHUNK_MULTIPLE", "ChunkLayout", "ChunkViews", "chunk_layout"]
 
@@ -30,8 +31,8 @@ class ChunkViews:
     """Tensors over the bytes of one chunk's state, all `[numel]`.
 
     Attributes:
-        lo: int16, the lower halves of split masters; `None` unless the weights are bfloat16.
-        master: fp32; `None` unless the weights are float16.
+        lo: int16, the lower halves of split masters; `None` unless the weights are bfloat16 and split.
+        master: fp32; `None` if the weights are split, or fp32.
         fields: fp32, by name.
     """
 
@@ -52,7 +53,7 @@ class ChunkViews:
             return
         if self.master is not None:
             self.master[part].copy_(master)
-        weights[part].copy_(master)
+        round_(master, weights[part])
 
     @torch.no_grad()
     def read_master(self, master: Tensor, weights: Tensor, *, start: int) -> None:
@@ -124,8 +125,12 @@ class ChunkLayout:
         )
 
 
-def chunk_layout(spec: OptimizerSpec, numel: int, weight_dtype: torch.dtype) -> ChunkLayout:
+def chunk_layout(spec: OptimizerSpec, numel: int, weight_dtype: torch.dtype, *, split: bool = True) -> ChunkLayout:
     """The layout of the state of `numel` elements (0 or more) whose weights are bfloat16, float16 or fp32.
+
+    Args:
+        split: of bfloat16 weights, keep the lower halves of the masters instead of whole ones: 2 bytes per element less, and about
+            1 ns per element and step more.
 
     Raises:
         ValueError: another dtype, or a negative `numel`.
@@ -134,4 +139,5 @@ def chunk_layout(spec: OptimizerSpec, numel: int, weight_dtype: torch.dtype) -> 
         raise ValueError(f"numel must not be negative, got {numel}")
     if weight_dtype not in _HEADS:
         raise ValueError(f"no layout for weights of {weight_dtype}; bfloat16, float16 and float32 have one")
-    return ChunkLayout(numel, spec.fields, _HEADS[weight_dtype])
+    whole = weight_dtype is torch.bfloat16 and not split
+    return ChunkLayout(numel, spec.fields, torch.float32 if whole else _HEADS[weight_dtype])

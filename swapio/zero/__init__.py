@@ -23,7 +23,7 @@ from ._partition import Partition
 from ._portable import PortableState, Portion
 from ._quiet import uninterrupted
 from ._ranks import Ranks
-from ._step import CHUNK_NUMEL, ChunkedStep, Gradients, chunk_layouts
+from ._step import CHUNK_NUMEL, ChunkedStep, Gradients, Split, chunk_layouts
 from ._unit import Unit
 from ._units import UnitSet
 from ._world import world
@@ -39,6 +39,7 @@ __all__ = [
     "PortableState",
     "Portion",
     "Ranks",
+    "Split",
     "Unit",
     "UnitLayout",
     "UnitSet",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -16,24 +16,27 @@ from ._quiet import quiet
 from ._unit import Unit
 from ._units import UnitSet
 
-__all__ = ["CHUNK_NUMEL", "Chunk", "ChunkedStep", "Gradients", "chunk_layouts"]
+__all__ = ["CHUNK_NUMEL", "Chunk", "ChunkedStep", "Gradients", "Split", "chunk_layouts"]
 
 CHUNK_NUMEL = 1 << 20
 """Elements whose state moves in one piece: 10 MiB with a split master and two moments."""
 
+Split = bool | Callable[[Piece, int], bool]
+"""Whether chunks of bfloat16 weights have split masters: all of them, or by the piece and the first element of each. Those that stay in
+memory are faster without."""
 
 _NORM_NUMEL = 1 << 22  # elements of which an fp32 copy is made at once
 
 
 def chunk_layouts(
-    layout: UnitLayout, pieces: Sequence[Piece], spec: OptimizerSpec, chunk_numel: int
+    layout: UnitLayout, pieces: Sequence[Piece], spec: OptimizerSpec, chunk_numel: int, *, split: Split = True
 ) -> Iterator[tuple[Piece, int, ChunkLayout]]:
     """Each chunk of the trained elements in `pieces`: (piece, first element in the segment, layout)."""
     for piece in pieces:
         if piece.trained:
             for start in range(piece.start, piece.stop, chunk_numel):
-                dtype = layout.segments[piece.segment].dtype
-                yield piece, start, chunk_layout(spec, min(chunk_numel, piece.stop - start), dtype)
+                dtype, numel = layout.segments[piece.segment].dtype, min(chunk_numel, piece.stop - start)
+                yield piece, start, chunk_layout(spec, numel, dtype, split=split if isinstance(split, bool) else split(piece, start))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,10 +96,10 @@ class ChunkedStep:
         ranks = self.zero.ranks
         return (unit.partition.pieces if self.zero.stage else Partition(unit.layout, 1).pieces * ranks.size)[ranks.rank]
 
-    def add_unit(self, unit: Unit) -> None:
+    def add_unit(self, unit: Unit, *, split: Split = True) -> None:
         """Reserve the state of a unit; it is zeros until the first step."""
         chunks = self.chunks[unit] = []
-        for piece, start, layout in chunk_layouts(unit.layout, self.pieces(unit), self.spec, self.chunk_numel):
+        for piece, start, layout in chunk_layouts(unit.layout, self.pieces(unit), self.spec, self.chunk_numel, split=split):
             record = self.zero.create(f"{unit.name}#{piece.segment}.{start}", layout.nbytes, self.home)
             itemsize = unit.layout.segments[piece.segment].dtype.itemsize
             offset = self.zero.record_offset(piece) + (start - piece.start) * itemsize
@@ -132,7 +135,7 @@ class ChunkedStep:
         """This rank's pieces of one parameter's state: which of its elements, and their values, until the next piece.
 
         Args:
-            field: one of the spec's, fp32; None: what makes masters of 16-bit weights: their lower halves, int16, or all of them, fp32.
+            field: one of the spec's, fp32; None: what makes masters of 16-bit weights, in each chunk lower halves, int16, or masters, fp32.
             write: the values are going to be changed.
         """
         for chunk in self.chunks[unit]:
