@@ -199,6 +199,10 @@ class OwnConfig(Section):
         min_length=1,
         description="file written by `swapio tune`: values for what is not given of the section aio and of backend",
     )
+    optimizer_state_dtype: Literal["fp32", "bf16", "int8"] = Field(
+        default="fp32",
+        description="what the optimizer's state is stored as, in 4, 2 or 1 bytes each; it is computed in fp32 and rounded stochastically",
+    )
     optimizer_step: Annotated[Literal["auto", "at_step"], _later("in_forward", "in_backward")] = Field(
         default="auto", description="when the optimizer runs; auto is at_step"
     )

@@ -9,8 +9,9 @@ import torch
 
 from ..errors import UsageError
 from ..optim import ChunkLayout, ChunkStepper, Group, OptimizerSpec, StepRange, chunk_layout, first_nonfinite, merge_
+from ..spec import round_up
 from ..swap import Place, Record
-from ._layout import ALIGN_NUMEL, Slot, UnitLayout
+from ._layout import Slot, UnitLayout
 from ._partition import Partition, Piece
 from ._quiet import quiet
 from ._unit import Unit
@@ -142,12 +143,19 @@ class ChunkedStep:
             for begin, end, source in [p[1:] for p in _pieces(unit, chunk) if p[0] == index]:
                 with self.zero.pin(chunk.record, self.zero.step_place) as lease:
                     views = chunk.layout.views(lease.raw)
-                    values = views.fields[field] if field is not None else views.lo if views.lo is not None else views.master
-                    if values is None:
-                        raise RuntimeError("fp32 weights are their own masters")
+                    if field is not None:
+                        values = torch.empty(end - begin, device=lease.raw.device)
+                        views.read_field(field, values, start=begin)
+                    else:
+                        head = views.lo if views.lo is not None else views.master
+                        if head is None:
+                            raise RuntimeError("fp32 weights are their own masters")
+                        values = head[begin:end]
+                    yield slice(source, source + end - begin), values
                     if write:
                         lease.mark_dirty()
-                    yield slice(source, source + end - begin), values[begin:end]
+                        if field is not None:
+                            views.store_field(field, values, start=begin)
 
     def master(self, unit: Unit, index: int, weight: torch.Tensor) -> torch.Tensor:
         """The fp32 master of a trained 16-bit parameter, from its present `weight`, a dense view; alone, without other ranks."""
@@ -283,7 +291,7 @@ class ChunkedStep:
                         views.adopt_weights(chunk.weights(unit, weights.raw), start=begin, stop=end)
                     self._stepper.step(
                         chunk.weights(unit, weights.raw), self._grads(unit, chunk), views, ranges,
-                        grad_scale=None if scale == 1 else scale, grad_factor=None if factor == 1 else factor,
+                        grad_scale=None if scale == 1 else scale, grad_factor=None if factor == 1 else factor, place=chunk.start,
                     )  # fmt: skip
                     del views
                     lease.mark_dirty()
@@ -310,7 +318,7 @@ class ChunkedStep:
         for index, begin, end, _ in _pieces(unit, chunk):
             group = unit.groups[index]
             if unit.has_grad[index] and group is not None:
-                padded = min(-(-end // ALIGN_NUMEL) * ALIGN_NUMEL, chunk.layout.numel)
+                padded = min(round_up(end, unit.layout.align_numel), chunk.layout.numel)
                 yield StepRange(begin, padded, groups[group], self.num_updates[unit][index])
 
     def _share_sums(self, unit: Unit) -> None:
