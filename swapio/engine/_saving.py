@@ -177,6 +177,7 @@ def _optimizer_state(engine: Engine, state: PortableState) -> dict[str, Any] | N
     counts = engine._stepper.num_updates
     return {
         "fields": list(state.fields),
+        "state_dtype": engine._stepper.spec.state_dtype,
         "groups": [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups],
         "num_updates": {name: counts[unit][slot.index] for unit, slot, name in state.params() if slot.trained},
     }
@@ -333,6 +334,12 @@ class _Loading:
                 if _key(name, field) not in self.stored.shapes:
                     raise UsageError(f"{_key(name, field)!r} is not in {self.stored.path}; {other}")
                 self._check_tensor(_key(name, field), name)
+        stepper = self.engine._stepper
+        there = saved.get("state_dtype", "fp32")
+        if stepper is not None and there != stepper.spec.state_dtype:
+            logger.info(
+                "%s has the optimizer state of a run with %s; it is converted to %s", self.stored.path, there, stepper.spec.state_dtype
+            )
         if fresh := trained - saved["num_updates"].keys():
             logger.warning("not trained when the checkpoint was saved, so their optimizer state begins anew: %s", _some(fresh))
         if unused := saved["num_updates"].keys() & self._params.keys() - trained:

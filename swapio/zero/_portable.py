@@ -131,14 +131,15 @@ class PortableState:
             weights, chunk = self._pin(portion, dirty=False)
             if chunk is None or portion.chunk is None:
                 return _weights(portion, weights).cpu()
-            views, part = portion.chunk.layout.views(chunk.raw), slice(portion.begin, portion.begin + numel)
-            if portion.field is not None:
-                return views.fields[portion.field][part].cpu()
-            if portion.slot.index in portion.unit.stale_masters:
+            views = portion.chunk.layout.views(chunk.raw)
+            if portion.field is None and portion.slot.index in portion.unit.stale_masters:
                 return _weights(portion, weights).float().cpu()
-            master = torch.empty(numel, device=chunk.raw.device)
-            views.read_master(master, portion.chunk.weights(portion.unit, weights.raw), start=portion.begin)
-            return master.cpu()
+            values = torch.empty(numel, device=chunk.raw.device)
+            if portion.field is not None:
+                views.read_field(portion.field, values, start=portion.begin)
+                return values.cpu()
+            views.read_master(values, portion.chunk.weights(portion.unit, weights.raw), start=portion.begin)
+            return values.cpu()
 
     def write(self, portion: Portion, values: torch.Tensor) -> None:
         """Set what `read` gives, and the weight to what a master rounds to."""
@@ -148,7 +149,7 @@ class PortableState:
             if chunk is not None and portion.chunk is not None:
                 views = portion.chunk.layout.views(chunk.raw)
                 if portion.field is not None:
-                    views.fields[portion.field][portion.begin : portion.begin + values.numel()].copy_(values)
+                    views.store_field(portion.field, values, start=portion.begin)
                 else:
                     views.store_master(values, portion.chunk.weights(portion.unit, weights.raw), start=portion.begin)
             elif portion.slot.trained and portion.slot.dtype is torch.bfloat16:
