@@ -141,14 +141,9 @@ class _Timed(WrapperStorage):
         super().__init__(inner)
         self.seconds: list[float] = []
 
-    def read(self, offset: int, buffer: memoryview, *, name: str) -> None:
+    def move(self, action: str, offset: int, buffer: memoryview, *, name: str) -> None:
         start = time.perf_counter()
-        self.inner.read(offset, buffer, name=name)
-        self.seconds.append(time.perf_counter() - start)
-
-    def write(self, offset: int, buffer: memoryview, *, name: str) -> None:
-        start = time.perf_counter()
-        self.inner.write(offset, buffer, name=name)
+        self.inner.move(action, offset, buffer, name=name)
         self.seconds.append(time.perf_counter() - start)
 
 

@@ -108,9 +108,9 @@ class FileStorage(LocalStorage):
         """Write and read a page for real: opening alone proves nothing. Where that is too small for `O_DIRECT`, it is EINVAL."""
         page, want = aligned_buffer(PAGE_NBYTES, b"\xa5"), b"\xa5" * PAGE_NBYTES
         self._grow(0, PAGE_NBYTES, "probe")
-        self._transfer("write", self._write_some, 0, page, "probe")
+        self.move("write", 0, page, name="probe")
         page[:] = bytes(PAGE_NBYTES)
-        self._transfer("read", self._read_some, 0, page, "probe")
+        self.move("read", 0, page, name="probe")
         if page != want:
             raise self._refused(errno.EIO, "what was read back is not what was written")
 
@@ -123,7 +123,7 @@ class FileStorage(LocalStorage):
                     raise
                 zeros = aligned_buffer(_ZEROS_NBYTES)
                 for at in range(offset, offset + nbytes, _ZEROS_NBYTES):
-                    self._transfer("reserve", self._write_some, at, zeros[: offset + nbytes - at], name)
+                    self.move("reserve", at, zeros[: offset + nbytes - at], name=name)
         except OSError as error:
             with contextlib.suppress(OSError):  # give back what was allocated before it failed
                 os.ftruncate(self._fd, offset)
