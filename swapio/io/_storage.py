@@ -113,8 +113,8 @@ class Storage(abc.ABC):
             StorageError: it failed or came up short, with how far it got.
         """
         some = self._read_some if action == "read" else self._write_some
-        done = 0
-        while done < buffer.nbytes:
+        done, nbytes = 0, buffer.nbytes
+        while done < nbytes:
             code, why = errno.EIO, "the file ends here (was it truncated?)"
             cause = None
             try:
@@ -128,7 +128,7 @@ class Storage(abc.ABC):
             moved -= moved % self.alignment
             if moved <= 0:
                 raise StorageError(
-                    action, name=name, path=self.path, offset=offset, wanted=buffer.nbytes, got=done, errno=code, why=why
+                    action, name=name, path=self.path, offset=offset, wanted=nbytes, got=done, errno=code, why=why
                 ) from cause
             done += moved
 
