@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import math
 import os
 import random
 import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -327,10 +329,19 @@ def run_bench(
 def check_directory(directory: str | os.PathLike[str]) -> None:
     """
     Raises:
-        ConfigError: it does not exist. One that was made would be on the drive of its parent, which nobody asked about.
+        ConfigError: no file can be made there. A directory that was made would be on the drive of its parent, which nobody asked about.
     """
-    if not os.path.isdir(directory):
-        raise ConfigError(f"{os.fspath(directory)}: there is no such directory; is the drive mounted? Give one that exists", key="path")
+    path = os.fspath(directory)
+    if not os.path.isdir(path):
+        wrong = "is that a file" if os.path.exists(path) else "there is no such directory; is the drive mounted"
+        raise ConfigError(f"{path}: {wrong}? Give a directory that exists", key="path", value=path)
+    try:
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        why = os.strerror(error.errno or errno.EIO)
+        raise ConfigError(
+            f"{path}: no file can be made there ({why}); give a directory on a local drive that you may write to", key="path", value=path
+        ) from error
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -21,6 +21,15 @@ _log = logging.getLogger("swapio")
 UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 """What a filesystem answers to a way of access that it does not have."""
 
+_KEYS = "give a directory on a local drive that you may write to (nvme_path in a config, paths of a manager)"
+_REMEDIES = {
+    errno.ENOENT: f"no file can be made there: {_KEYS}",  # /proc says so of new files
+    errno.ENOTDIR: f"that is no directory: {_KEYS}",
+    errno.EACCES: f"you may not write there: {_KEYS}",
+    errno.EPERM: f"you may not write there: {_KEYS}",
+    errno.EROFS: f"it is mounted read-only: {_KEYS}",
+}
+
 _ZEROS_NBYTES = 1 << 20
 
 
@@ -101,7 +110,7 @@ class FileStorage(LocalStorage):
         return StorageError(action, name="swap file", path=self.path, offset=0, wanted=0, got=0, errno=code, why=why)
 
     def _refused(self, code: int, why: str = "") -> StorageError:
-        hint = self.hint if code in UNSUPPORTED else ""
+        hint = self.hint if code in UNSUPPORTED else f"; {_REMEDIES[code]}" if code in _REMEDIES else ""
         return self._failed("opening", code, (why or os.strerror(code)) + hint)
 
     def _probe(self) -> None:

@@ -177,6 +177,12 @@ def test_paths_that_cannot_be_measured(tmp_path: Path) -> None:
     for run in (run_bench, run_tune):
         with pytest.raises(ConfigError, match="missing: there is no such directory"):
             run(tmp_path / "missing")
+        (tmp_path / "file").touch()
+        with pytest.raises(ConfigError, match="file: is that a file"):
+            run(tmp_path / "file")
+        (tmp_path / "file").unlink()
+        with pytest.raises(ConfigError, match=r"/proc: no file can be made there .*give a directory"):
+            run("/proc")
     assert list(tmp_path.iterdir()) == []
     huge = dataclasses.replace(TINY, file_nbytes=1 << 60)
     with pytest.raises(ConfigError, match="are free"):
