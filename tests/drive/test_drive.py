@@ -19,6 +19,7 @@ from swapio.drive._bench import ratio_interval
 from swapio.drive._workload import READ_SHARE, transfer_nbytes, transfers, written_nbytes
 from swapio.errors import ConfigError, StorageError
 from swapio.io import FILE_BACKENDS, aligned_buffer, cached_nbytes, drop_cache
+from swapio.report import drive_tables
 from swapio.spec import Extent
 
 KiB, MiB = 1 << 10, 1 << 20
@@ -171,6 +172,18 @@ def test_without_fio_and_without_direct(tmp_path: Path, monkeypatch: pytest.Monk
     assert "no O_DIRECT there" in result["refused_backends"]["direct"]
     assert result["notes"] == ["fio is not installed"]
     assert result["best"]["backend"] in ("mmap", "aiofiles")
+
+
+def test_what_there_is_no_time_for_is_left_out_and_named(tmp_path: Path) -> None:
+    result = run_bench(tmp_path, plan=dataclasses.replace(TINY, sustained_nbytes=0, limit_s=0))
+    assert result["grid"]
+    assert result["best"]
+    assert (result["fio"], result["checksums"], result["processes"]) == ([], [], None)
+    assert result["notes"][:2] == ["512.0 KiB instead of 2.0 MiB per point, for time", "grid: 1 of 2 rounds, for time"]
+    left_out = [f"fio, {a}" for a in ("read", "write", "mix")] if result["fio_version"] else []
+    left_out += ["checksums, write", "checksums, read", "2 processes at once"]
+    assert [note for note in result["notes"] if "left out" in note] == [f"{what}: left out, for time" for what in left_out]
+    assert drive_tables(result)
 
 
 def test_paths_that_cannot_be_measured(tmp_path: Path) -> None:
