@@ -55,14 +55,14 @@ def environment(malloc: str = "lean") -> dict[str, str]:
     return os.environ | MALLOC[malloc] | {"PYTHONPATH": path}
 
 
-def work(script: str, options: Sequence[str], *, malloc: str = "lean", python: str = sys.executable, more: Mapping[str, str] = {}) -> Any:
+def work(script: str, options: Sequence[str], *, malloc: str = "lean", python: str = sys.executable) -> Any:
     """Run a worker of this directory to its end; the JSON of its last line.
 
     Raises:
         SystemExit: it failed, with what it said.
     """
     command = [python, str(ROOT / "bench" / script), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(malloc) | more)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(malloc))
     if done.returncode or not done.stdout.strip():
         raise SystemExit(f"{' '.join(command)} failed ({done.returncode}):\n{done.stdout[-2000:]}{done.stderr[-8000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1]) | {"malloc": malloc}

@@ -20,7 +20,7 @@ import torch
 
 from bench._models import PRESETS, Shape, bf16_product
 
-__all__ = ["DTYPES", "add_flags", "age_s", "io_nbytes", "peak_rss", "rss", "run_steps", "say", "shape_of", "summary"]
+__all__ = ["DTYPES", "add_flags", "age_s", "batches", "io_nbytes", "peak_rss", "rss", "run_steps", "say", "shape_of", "summary"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -64,7 +64,8 @@ def _status(name: str) -> int:
 
 def age_s() -> float:
     """Seconds since this process started: at the beginning of `main`, those of its imports."""
-    return round(time.time() - psutil.Process().create_time(), 2)
+    started: float = psutil.Process().create_time()
+    return round(time.time() - started, 2)
 
 
 def rss() -> int:
@@ -118,7 +119,7 @@ def run_steps(engine: Any, args: argparse.Namespace, *, counters: Callable[[], M
 
 
 def summary(result: Mapping[str, Any]) -> dict[str, float]:
-    """Medians over all steps but the first, which has no step before it to end: seconds, bytes per parameter, bytes per second, read share."""
+    """Medians over all steps but the first, which ends no step before it: seconds, bytes per parameter and per second, read share."""
     later = slice(1 if len(result["step_s"]) > 1 else 0, None)
     seconds = statistics.median(result["step_s"][later])
     read, written = (statistics.median(io[i] for io in result["step_io_read_write_bytes"][later]) for i in (0, 1))

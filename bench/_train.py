@@ -67,7 +67,7 @@ def least_host_memory(args: argparse.Namespace) -> int:
     try:
         swapio.initialize(model=model, config=config_of(args, 4096))
     except swapio.BudgetError as error:
-        return int(error.works_nbytes)
+        return error.works_nbytes or 0
     raise RuntimeError("4096 bytes of host memory were enough")
 
 

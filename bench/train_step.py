@@ -30,7 +30,7 @@ def measure(args: argparse.Namespace, options: list[str]) -> dict[str, Any]:
     """The run, with fio around it."""
     flags = worker_parser().parse_args(options)
     read, written = STATE_NBYTES[flags.state_dtype or "fp32"]
-    nbytes = (1 << 20) * max(args.fio_mib or written * shape_of(flags).num_params >> 20, 16)
+    nbytes = args.fio_mib << 20 or written * shape_of(flags).num_params
     before = bandwidth(args.nvme_path, nbytes=nbytes, read_share=read / (read + written)) if args.fio else None
     result = train(options, malloc=args.malloc)
     if before is not None and result["moved_nbytes"]:
