@@ -69,7 +69,8 @@ def train(args: argparse.Namespace, param: str, optimizer: str, device_memory: i
         engine.abandon()
     return {
         "param": param, "optimizer": optimizer, "device_memory": device_memory, "losses": losses,
-        "median_step_s": statistics.median(seconds[1:]), "on_device_nbytes": most, "uploads": stats["uploads"], "downloads": stats["downloads"], "stall_s": stats["stall_seconds"],
+        "median_step_s": statistics.median(seconds[1:]), "on_device_nbytes": most,
+        "uploads": stats["uploads"], "downloads": stats["downloads"], "stall_s": stats["stall_seconds"],
     }  # fmt: skip
 
 
