@@ -134,6 +134,11 @@ class ChunkLayout:
         return self.head is torch.int16
 
     @property
+    def whole(self) -> ChunkLayout:
+        """The same with whole masters."""
+        return dataclasses.replace(self, head=torch.float32) if self.split else self
+
+    @property
     def head_nbytes(self) -> int:
         """Bytes before the fields, a multiple of 4096."""
         return 0 if self.head is None else round_up(self.head.itemsize * self.numel, PAGE_NBYTES)
@@ -170,12 +175,8 @@ class ChunkLayout:
         )
 
 
-def chunk_layout(spec: OptimizerSpec, numel: int, weight_dtype: torch.dtype, *, split: bool = True) -> ChunkLayout:
-    """The layout of the state of `numel` elements (0 or more) whose weights are bfloat16, float16 or fp32.
-
-    Args:
-        split: of bfloat16 weights, keep the lower halves of the masters instead of whole ones: 2 bytes per element less, and about
-            1 ns per element and step more.
+def chunk_layout(spec: OptimizerSpec, numel: int, weight_dtype: torch.dtype) -> ChunkLayout:
+    """The layout of the state of `numel` elements (0 or more) whose weights are bfloat16, with split masters, float16 or fp32.
 
     Raises:
         ValueError: another dtype, or a negative `numel`.
@@ -184,5 +185,4 @@ def chunk_layout(spec: OptimizerSpec, numel: int, weight_dtype: torch.dtype, *, 
         raise ValueError(f"numel must not be negative, got {numel}")
     if weight_dtype not in _HEADS:
         raise ValueError(f"no layout for weights of {weight_dtype}; bfloat16, float16 and float32 have one")
-    whole = weight_dtype is torch.bfloat16 and not split
-    return ChunkLayout(numel, spec.fields, torch.float32 if whole else _HEADS[weight_dtype], spec.state_dtype)
+    return ChunkLayout(numel, spec.fields, _HEADS[weight_dtype], spec.state_dtype)

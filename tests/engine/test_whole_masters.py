@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import zlib
 from pathlib import Path
 from typing import Any
@@ -11,20 +10,26 @@ import pytest
 import torch
 
 from swapio import utils
-from swapio.zero import ChunkedStep
+from swapio.engine._budget import HostPlan
+from swapio.zero import ChunkedStep, Kept
 from tests.checkpoint.work import engine_of, rest, same, snapshot, train
 
 
 def whole(monkeypatch: pytest.MonkeyPatch, choose: Any) -> None:
-    add_unit = ChunkedStep.add_unit
-    monkeypatch.setattr(ChunkedStep, "add_unit", functools.partialmethod(add_unit, split=choose))  # type: ignore[arg-type]
+    monkeypatch.setattr(
+        HostPlan, "resident", lambda *_: {k for k in (Kept("state", u, c) for u in range(40) for c in range(40)) if choose(k)}
+    )
 
 
-def mixed(piece: Any, start: int) -> bool:
-    return zlib.crc32(f"{piece.stop} {start}".encode()) % 2 == 0
+def everything(item: Kept) -> bool:
+    return True
 
 
-@pytest.mark.parametrize("choose", [False, mixed])
+def mixed(item: Kept) -> bool:
+    return zlib.crc32(repr(item).encode()) % 2 == 0
+
+
+@pytest.mark.parametrize("choose", [everything, mixed])
 def test_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choose: Any) -> None:
     monkeypatch.setitem(ChunkedStep.__init__.__kwdefaults__, "chunk_numel", 2048)  # type: ignore[arg-type]
     with engine_of(tmp_path, dtype="bf16") as engine:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from swapio.optim import ChunkStepper, ChunkViews, OptimizerSpec, StepRange, chunk_layout, from_torch, round_bf16
+from swapio.optim import ChunkLayout, ChunkStepper, ChunkViews, OptimizerSpec, StepRange, chunk_layout, from_torch, round_bf16
 
 NUMEL = 5 * 2048 + 7 * 64
 OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
@@ -21,6 +21,10 @@ OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
 ]
 FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+
+
+def _masters(layout: ChunkLayout, split: bool) -> ChunkLayout:
+    return layout if split else layout.whole
 
 
 class Reference:
@@ -65,7 +69,7 @@ class Reference:
 
 def chunks_of(spec: OptimizerSpec, dtype: torch.dtype, chunk_numel: int, *, split: bool = True) -> list[tuple[int, ChunkViews]]:
     starts = range(0, NUMEL, chunk_numel)
-    layouts = [(start, chunk_layout(spec, min(chunk_numel, NUMEL - start), dtype, split=split)) for start in starts]
+    layouts = [(start, _masters(chunk_layout(spec, min(chunk_numel, NUMEL - start), dtype), split)) for start in starts]
     return [(start, layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))) for start, layout in layouts]
 
 
@@ -151,7 +155,7 @@ def test_same_bits_as_the_plain_loop(
 @pytest.mark.parametrize(("dtype", "split"), [(FP32, True), (BF16, True), (BF16, False), (HALF, True)])
 def test_what_is_outside_keeps_garbage_to_the_bit(dtype: torch.dtype, split: bool) -> None:
     spec, _ = from_torch(torch.optim.AdamW([torch.zeros(1)]))
-    layout = chunk_layout(spec, 2048, dtype, split=split)
+    layout = _masters(chunk_layout(spec, 2048, dtype), split)
     buffer = torch.randint(0, 256, (layout.nbytes,), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     raw = torch.full((2048 * dtype.itemsize,), 0xFF, dtype=torch.uint8)  # NaN
     weights, views = raw.view(dtype), layout.views(buffer)
@@ -176,7 +180,7 @@ def test_what_is_outside_keeps_garbage_to_the_bit(dtype: torch.dtype, split: boo
 @pytest.mark.parametrize("numel", [0, 1, 63, 1009])
 def test_small_chunks_and_tails(dtype: torch.dtype, split: bool, numel: int) -> None:
     spec, _ = from_torch(torch.optim.AdamW([torch.zeros(1)]))
-    layout = chunk_layout(spec, numel, dtype, split=split)
+    layout = _masters(chunk_layout(spec, numel, dtype), split)
     views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
     weights = torch.empty(numel, dtype=dtype)
     views.store_master(torch.ones(numel), weights, start=0)

@@ -11,10 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swapio.errors import ConfigError
-from swapio.optim import ChunkStepper, ChunkViews, OptimizerSpec, StateDtype, StepRange, chunk_layout, from_torch, with_state_dtype
+from swapio.optim import (
+    ChunkLayout,
+    ChunkStepper,
+    ChunkViews,
+    OptimizerSpec,
+    StateDtype,
+    StepRange,
+    chunk_layout,
+    from_torch,
+    with_state_dtype,
+)
 from swapio.optim._state import SCALE_NUMEL, Dither, load_, store_
 
 KEY = "swapio.optimizer_state_dtype"
+
+
+def _masters(layout: ChunkLayout, split: bool) -> ChunkLayout:
+    return layout if split else layout.whole
 
 
 def spec_of(dtype: StateDtype, make: Any = torch.optim.AdamW, **options: Any) -> OptimizerSpec:
@@ -143,7 +157,7 @@ def run(spec: OptimizerSpec, chunk_numel: int, block_numel: int, *, dtype: torch
     master = torch.randn(NUMEL, generator=generator)
     chunks: list[tuple[int, ChunkViews]] = []
     for start in range(0, NUMEL, chunk_numel):
-        layout = chunk_layout(spec, min(chunk_numel, NUMEL - start), dtype, split=split)
+        layout = _masters(chunk_layout(spec, min(chunk_numel, NUMEL - start), dtype), split)
         chunks.append((start, layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))))
         chunks[-1][1].store_master(master[start : start + chunk_numel], weights[start : start + chunk_numel], start=0)
     stepper = ChunkStepper(spec, block_numel=block_numel)
