@@ -4,7 +4,7 @@
     python bench/moments.py --tiny                                          # seconds, for the tests
 
 A GPT learns the text of `help("topics")`, byte by byte, with AdamW (beta2 = 0.999): the same first weights and batches for each dtype, and
-fp32 weights, so that nothing but the state differs. *Train* is the mean loss of the last 50 steps, *test* that of windows drawn anew. How
+fp32 weights, so that nothing but the state differs. *Train* is the mean loss of the last 50 steps, *test* that of windows of the same text drawn anew. How
 much two seeds differ says how much a difference between dtypes means. Before that, a few steps with all state on the drive under the least
 budget must give the losses of state in memory, to the bit. Times are of the step alone, with bfloat16 weights: the least of some rounds,
 as CPU time on one thread, which others on the machine disturb little, and as time on the clock on all threads, which they do disturb.
@@ -114,7 +114,8 @@ def steppers(numel: int) -> Iterator[tuple[str, float, Callable[[int], None]]]:
     yield "PyTorch: fp32 masters and a bfloat16 copy", 12, by_pytorch
     for dtype, split in (("fp32", False), *((d, True) for d in DTYPES)):
         spec = with_state_dtype(from_torch(torch.optim.AdamW([torch.zeros(1)]))[0], dtype, key="dtype")
-        layout = chunk_layout(spec, numel, torch.bfloat16, split=split)
+        layout = chunk_layout(spec, numel, torch.bfloat16)
+        layout = layout if split else layout.whole
         views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
         own = torch.empty(numel, dtype=torch.bfloat16)
         views.store_master(plain.detach(), own, start=0)

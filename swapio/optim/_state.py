@@ -25,6 +25,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ._grad import without_grad
+
 __all__ = ["SCALE_NUMEL", "SQUARES", "Dither", "StateDtype", "field_nbytes", "load_", "store_"]
 
 StateDtype = Literal["fp32", "bf16", "int8"]
@@ -86,7 +88,7 @@ class Dither:
             values[whole:].add_(numbers[: values.numel() - whole])
 
 
-@torch.no_grad()
+@without_grad
 def load_(stored: Tensor, scales: Tensor | None, values: Tensor, *, square: bool, to_step: bool = False) -> None:
     """Fill `values` (fp32 `[numel]`) with a stored field.
 
@@ -112,7 +114,7 @@ def load_(stored: Tensor, scales: Tensor | None, values: Tensor, *, square: bool
         rows.mul_(scales[:, None])
 
 
-@torch.no_grad()
+@without_grad
 def store_(values: Tensor, stored: Tensor, scales: Tensor | None, *, square: bool, dither: Dither | None, scratch: Tensor) -> None:
     """The reverse of `load_`; `values` is overwritten.
 
