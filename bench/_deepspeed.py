@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -73,6 +74,7 @@ def main(argv: list[str]) -> None:
     torch.set_num_threads(args.threads)
     folder = Path(args.nvme_path) / f"deepspeed-{os.getpid()}"  # it leaves its files, after a failure too
     folder.mkdir(parents=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that finally runs
     args.nvme_path = str(folder)
     try:
         train(args, import_s)

@@ -23,6 +23,7 @@ __all__ = [
     "front_parser",
     "markdown",
     "save",
+    "settle",
     "show",
     "spread",
     "train",
@@ -50,9 +51,21 @@ FIO_POINTS = ((1 << 20, 8), (1 << 20, 32), (4 << 20, 4), (4 << 20, 16), (8 << 20
 
 
 def environment(malloc: str = "lean") -> dict[str, str]:
-    """For a worker: malloc as named and this checkout before anything installed."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return os.environ | MALLOC[malloc] | {"PYTHONPATH": path}
+    """For a worker: malloc as named, this checkout before anything installed, and OpenMP threads that sleep while they wait.
+
+    Those that spin, as is the default, take the cores from the threads that read and write: with other work on the machine a step took
+    twenty times as long. What the caller's environment says about that counts more.
+    """
+    paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(ROOT)]
+    path = os.pathsep.join([str(ROOT), *paths])
+    return {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | MALLOC[malloc] | {"PYTHONPATH": path}
+
+
+def settle(malloc: str = "lean") -> None:
+    """Start this process again with the environment of a worker, unless it has that."""
+    wanted = environment(malloc)
+    if any(os.environ.get(name) != value for name, value in wanted.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], wanted)
 
 
 def work(script: str, options: Sequence[str], *, malloc: str = "lean", python: str = sys.executable) -> Any:
@@ -65,7 +78,7 @@ def work(script: str, options: Sequence[str], *, malloc: str = "lean", python: s
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(malloc))
     if done.returncode or not done.stdout.strip():
         raise SystemExit(f"{' '.join(command)} failed ({done.returncode}):\n{done.stdout[-2000:]}{done.stderr[-8000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1]) | {"malloc": malloc}
+    return json.loads(done.stdout.strip().splitlines()[-1]) | {"malloc": malloc, "omp_wait_policy": environment()["OMP_WAIT_POLICY"]}
 
 
 def train(options: Sequence[str], *, malloc: str = "lean") -> dict[str, Any]:

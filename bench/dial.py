@@ -113,7 +113,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--fio-mib", type=int, default=0, help="of the file that fio reads and writes; 0: as large as the swap file")
     args, options = parser.parse_known_args(argv)
     if args.tiny:
-        args.rounds, args.fractions, args.fio_mib, options = 1, [0.0, 0.5], 16, [*TINY, *options]
+        args.rounds, args.fractions, args.fio_mib, options = 1, [0.0], 16, [*TINY, *options]
     options.append(f"--nvme-path={args.nvme_path}")
     data = measure(args, options)
     shape = shape_of(worker_parser().parse_args(options))

@@ -22,7 +22,7 @@ import torch
 
 import swapio
 from bench._models import GPT
-from bench._run import TINY, Cells, front_parser, save
+from bench._run import TINY, Cells, front_parser, save, settle
 from bench._steps import add_flags, batches, shape_of
 from swapio.memory import SimulatedDevice, get_device
 from swapio.spec import parse_nbytes
@@ -182,4 +182,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    settle()
     raise SystemExit(main(sys.argv[1:]))

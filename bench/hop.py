@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import swapio
 from bench._plain import PlainLoop
-from bench._run import Cells, front_parser, save
+from bench._run import Cells, front_parser, save, settle
 
 SMALL_NUMEL = 1024
 ADAMW: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}
@@ -241,4 +241,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    settle()
     raise SystemExit(main(sys.argv[1:]))

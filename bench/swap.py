@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import swapio
-from bench._run import Cells, bandwidth, front_parser, save
+from bench._run import Cells, bandwidth, front_parser, save, settle
 
 RATIOS = (0.5, 1.0, 2.0)
 
@@ -144,4 +144,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    settle()
     raise SystemExit(main(sys.argv[1:]))

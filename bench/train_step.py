@@ -6,9 +6,9 @@
 
 Prints one line of JSON, with the fields of DeepSpeed's side (`_deepspeed.py`): `step_s`, `phase_s_fwd_bwd_step`, `loss`,
 `step_io_read_write_bytes` (by /proc/self/io), `peak_rss`, `initialize_s`, and the medians of all steps but the first. The run is a process
-of its own, with the settings of malloc that `--malloc` names (`_run.MALLOC`). `--fio` measures the bandwidth before and after, on a file as
-large as the swap file, which it writes: `of_bandwidth` is bytes moved per second over the mean of both. All other flags are the worker's:
-`python bench/_train.py --help`.
+of its own, with the settings of malloc that `--malloc` names (`_run.MALLOC`) and OpenMP threads that do not spin (`_run.environment`).
+`--fio` measures the bandwidth before and after, on a file as large as the swap file, which it writes: `of_bandwidth` is bytes moved per
+second over the mean of both. All other flags are the worker's: `python bench/_train.py --help`.
 """
 
 from __future__ import annotations

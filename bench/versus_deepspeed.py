@@ -14,7 +14,6 @@ above DeepSpeed's says so.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import Any
 
@@ -105,9 +104,10 @@ def main(argv: list[str]) -> int:
     shown = next(iter(found.values()))[0]
     title = f"{shown['params'] / 1e6:.1f}M parameters, clipping {shown['config']['clipping']}, {args.rounds} rounds in turns"
     save("versus_deepspeed", args, argv, {title: table(found)}, found, lambda figure: draw(figure, found))
-    firsts = {json.dumps(round(r["loss"][0], 1)) for results in found.values() for r in results}
-    print("first losses equal to 0.1" if len(firsts) == 1 else f"first losses DIFFER: {sorted(firsts)}")
-    return 0 if len(firsts) == 1 else 1
+    firsts = [r["loss"][0] for results in found.values() for r in results]
+    near = max(firsts) - min(firsts) < 0.2  # DeepSpeed draws the weights in 16 bits, so they are others
+    print("first losses near" if near else f"first losses are APART: {firsts}")
+    return 0 if near else 1
 
 
 if __name__ == "__main__":
