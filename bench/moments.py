@@ -4,10 +4,10 @@
     python bench/moments.py --tiny                                          # seconds, for the tests
 
 A GPT learns the text of `help("topics")`, byte by byte, with AdamW (beta2 = 0.999): the same first weights and batches for each dtype, and
-fp32 weights, so that nothing but the state differs. *Train* is the mean loss of the last 50 steps, *test* that of windows of the same text drawn anew. How
-much two seeds differ says how much a difference between dtypes means. Before that, a few steps with all state on the drive under the least
-budget must give the losses of state in memory, to the bit. Times are of the step alone, with bfloat16 weights: the least of some rounds,
-as CPU time on one thread, which others on the machine disturb little, and as time on the clock on all threads, which they do disturb.
+fp32 weights, so that nothing but the state differs. *Train* is the mean loss of the last 50 steps, *test* that of other windows of the same
+text. How much two seeds differ says how much a difference between dtypes means. Before that, a few steps with all state on the drive under
+the least budget must give the losses of state in memory, to the bit. Times are of the step alone, with bfloat16 weights: the least of some
+rounds, as CPU time on one thread, which others on the machine disturb less, and as time on the clock on all threads.
 
 The exit status is 1 if losses on the drive differ, or if the test loss is more than `--margin` above that of fp32 (mean over seeds).
 """

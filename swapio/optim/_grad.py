@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 def without_grad(function: Callable[P, R]) -> Callable[P, R]:
-    """Like `@torch.no_grad()`, but entering it once more costs nothing: that was a fifth of the Python time of a step."""
+    """Like `@torch.no_grad()`, but entering it once more costs nothing; that was a tenth of the time of a step of 16K elements."""
     guarded = torch.no_grad()(function)
 
     @functools.wraps(function)
