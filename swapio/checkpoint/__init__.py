@@ -1,25 +1,44 @@
 """Checkpoints on a drive: tensors by name and shape in `torch.distributed.checkpoint`'s format, in folders that are whole or not there."""
 
 from ._boxes import Box, boxes
-from ._folder import FileSum, check_tag, find, latest_tag, leftovers, publish, set_latest, sum_of, tags, temporary_folder, verify
-from ._tensors import Stored, Stretch, load_stretches, write_stretches
+from ._folder import (
+    Part,
+    Progress,
+    check_tag,
+    damage,
+    find,
+    latest_tag,
+    leftovers,
+    publish,
+    remove_old,
+    resolve,
+    set_latest,
+    tags,
+    temporary_folder,
+    verify,
+)
+from ._tensors import Stored, Stretch
+from ._write import StretchWriter, finish_folder
 
 __all__ = [
     "Box",
-    "FileSum",
+    "Part",
+    "Progress",
     "Stored",
     "Stretch",
+    "StretchWriter",
     "boxes",
     "check_tag",
+    "damage",
     "find",
+    "finish_folder",
     "latest_tag",
     "leftovers",
-    "load_stretches",
     "publish",
+    "remove_old",
+    "resolve",
     "set_latest",
-    "sum_of",
     "tags",
     "temporary_folder",
     "verify",
-    "write_stretches",
 ]

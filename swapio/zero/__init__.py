@@ -23,6 +23,7 @@ from ._partition import Partition
 from ._portable import PortableState, Portion
 from ._quiet import uninterrupted
 from ._ranks import Ranks
+from ._snapshot import Snapshot
 from ._step import CHUNK_NUMEL, ChunkedStep, Gradients, chunk_layouts
 from ._unit import Unit
 from ._units import UnitSet
@@ -39,6 +40,7 @@ __all__ = [
     "PortableState",
     "Portion",
     "Ranks",
+    "Snapshot",
     "Unit",
     "UnitLayout",
     "UnitSet",

@@ -54,10 +54,14 @@ class PortableState:
     """Reads and writes portions one after the other; a unit and a chunk are in memory at a time, as in a step.
 
     Use it as a context manager, between steps, and call `settle` before the rest.
+
+    Args:
+        patient: raise `BudgetError` where only letting go of attached units would make room.
     """
 
-    def __init__(self, zero: UnitSet) -> None:
+    def __init__(self, zero: UnitSet, *, patient: bool = False) -> None:
         self._zero = zero
+        self._patient = patient
         self._rank = zero.ranks.rank
         self._leases: list[RecordLease] = []  # of a unit, then of one of its chunks
 
@@ -169,7 +173,7 @@ class PortableState:
             same += 1
         self._release(same)
         for record in wanted[same:]:
-            self._leases.append(self._zero.pin(record, self._zero.step_place))
+            self._leases.append(self._zero.pin(record, self._zero.step_place, patient=self._patient))
         if dirty:
             self._leases[0 if portion.field is None else 1].mark_dirty()
             if portion.field is None and portion.chunk is not None and portion.chunk.layout.head_nbytes:

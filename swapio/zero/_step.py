@@ -275,6 +275,7 @@ class ChunkedStep:
                 if not ranges and not stale:
                     continue
                 with zero.pin(chunk.record, zero.step_place) as lease:
+                    zero.changing(unit, chunk)
                     views = chunk.layout.views(lease.raw)
                     for _, begin, end, _ in stale:
                         views.adopt_weights(chunk.weights(unit, weights.raw), start=begin, stop=end)

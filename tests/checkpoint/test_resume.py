@@ -75,7 +75,7 @@ def test_all_ranks_are_told_when_one_fails(tmp_path: Path) -> None:
     for rank, (tags, write, damage) in enumerate(told):
         assert f"different tags, this one 'tag{rank}'" in tags
         assert "a weight of" in write and "GatheredParameters" in write
-        assert "'__1_0.distcp'" in damage and "not what was written" in damage
+        assert "read of 'module." in damage and "__1_0.distcp" in damage and "not what was written" in damage
     assert sorted(p.name for p in (tmp_path / "saved").iterdir()) == ["global_step1", "latest"]
 
 

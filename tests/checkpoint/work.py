@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,11 +122,13 @@ def same(a: Snapshot, b: Snapshot) -> None:
 # --- on several ranks ---
 
 
-def train_and_save(rank: int, path: str, directory: str, stage: int, dtype: str) -> tuple[Snapshot, list[float], Snapshot]:
+def train_and_save(
+    rank: int, path: str, directory: str, stage: int, dtype: str, async_save: bool = False
+) -> tuple[Snapshot, list[float], Snapshot]:
     """What was saved after three steps, and three steps more."""
     with engine_of(path, seed=rank, stage=stage, dtype=dtype, params="nvme", state="nvme") as engine:
         train(engine, 0, 3)
-        engine.save_checkpoint(directory, client_state={"epoch": 7})
+        engine.save_checkpoint(directory, client_state={"epoch": 7}, async_save=async_save)
         saved = snapshot(engine)
         return saved, train(engine, 3, 6), snapshot(engine)
 
@@ -242,3 +245,21 @@ def fill(path: str) -> None:
         loaded, _ = engine.load_checkpoint(path)
         assert loaded == str(Path(path) / last[1])
         same(snapshot(engine), last[0])
+
+
+class Gate:
+    """Lets so many writes of a background thread through, then no more until it is open."""
+
+    def __init__(self, write: Callable[..., None]) -> None:
+        self._write = write
+        self.num_allowed = 0
+        self.stuck = threading.Event()
+        self.open = threading.Event()
+
+    def write(self, writer: Any, *args: Any) -> None:
+        if threading.current_thread().name == "swapio-snapshot":
+            self.num_allowed -= 1
+            if self.num_allowed < 0:
+                self.stuck.set()
+                self.open.wait(20)
+        self._write(writer, *args)

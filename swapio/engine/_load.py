@@ -1,207 +1,27 @@
-"""`save_checkpoint` and `load_checkpoint`: all that training goes on from, under names that do not depend on where it lay."""
+"""`load_checkpoint`."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
-import random
-import secrets
-import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-import xxhash
-from torch import nn
 
-from ..checkpoint import (
-    FileSum,
-    Stored,
-    Stretch,
-    check_tag,
-    find,
-    latest_tag,
-    leftovers,
-    load_stretches,
-    publish,
-    set_latest,
-    sum_of,
-    tags,
-    temporary_folder,
-    verify,
-    write_stretches,
-)
+from ..checkpoint import Stored, Stretch, find, latest_tag, tags, verify
 from ..errors import UsageError
-from ..zero import PortableState, Portion, Ranks, Unit
+from ..zero import PortableState, Portion, Unit
+from ._contents import ENGINE, RANDOM, buffer_stretch, buffers, key, set_random_state, stretch, with_extra_state
+from ._save import report_leftovers
 
 if TYPE_CHECKING:
     from ._engine import Engine
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["load_checkpoint"]
 
 logger = logging.getLogger("swapio")
-
-_ENGINE = "engine"  # name of the object with everything that is no tensor
-_RANDOM = "random"  # and of those with the random state of each rank
-
-
-def save_checkpoint(
-    engine: Engine, save_dir: Any, tag: Any, client_state: Mapping[str, Any], save_latest: bool, exclude_frozen_parameters: bool
-) -> None:
-    """See `Engine.save_checkpoint`."""
-    directory, ranks = Path(save_dir), engine.zero.ranks
-    with ranks.together("saving a checkpoint"):
-        tag = check_tag(f"global_step{engine.global_steps}" if tag is None else str(tag))
-        if ranks.rank == 0:
-            directory.mkdir(parents=True, exist_ok=True)
-            _report_leftovers(directory)
-    final, temporary = directory / tag, temporary_folder(directory, tag, _same_token(ranks, tag))
-    try:
-        with PortableState(engine.zero) as state:
-            with ranks.together("saving a checkpoint"):
-                state.settle()
-                stretches, objects = _what_to_save(engine, state, client_state, exclude_frozen_parameters)
-            own = write_stretches(temporary, stretches, objects, group=ranks.group)
-        sums = [FileSum(*t.tolist()) for t in ranks.all_gather(_as_tensor(own), what="saving a checkpoint")]
-        with ranks.together("saving a checkpoint"):
-            if ranks.rank == 0:
-                files = {f"__{rank}_0.distcp": FileSum(s.nbytes, s.xxh3_64 % (1 << 64)) for rank, s in enumerate(sums)}
-                publish(temporary, final, files | {".metadata": sum_of(temporary / ".metadata")})
-                if save_latest:
-                    set_latest(directory, tag)
-    except BaseException:
-        if ranks.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    logger.info("saved %s", final)
-
-
-def _as_tensor(own: FileSum) -> torch.Tensor:
-    return torch.tensor([own.nbytes, own.xxh3_64 - (1 << 64) if own.xxh3_64 >> 63 else own.xxh3_64])
-
-
-def _same_token(ranks: Ranks, tag: str) -> int:
-    """Rank 0's random number."""
-    mine = torch.tensor([secrets.randbits(32), xxhash.xxh3_64_intdigest(tag.encode()) >> 1])
-    told = [t.tolist() for t in ranks.all_gather(mine, what="saving a checkpoint")]
-    if any(digest != told[0][1] for _, digest in told):
-        raise UsageError(f"save_checkpoint: the ranks give different tags, this one {tag!r}; all of them must give the same")
-    return int(told[0][0])
-
-
-def _report_leftovers(directory: Path) -> None:
-    if found := leftovers(directory):
-        logger.warning("%s holds what saves that did not end have left, which is skipped; delete it: %s", directory, ", ".join(found))
-
-
-# --- what is in a checkpoint ---
-
-
-def _what_to_save(
-    engine: Engine, state: PortableState, client_state: Mapping[str, Any], exclude_frozen: bool
-) -> tuple[list[Stretch], dict[str, Any]]:
-    if engine._backwards:
-        logger.warning("a checkpoint is saved between backward and step: the gradients so far are not in it")
-    left_out = {n for u, s, n in state.params() if exclude_frozen and not u.params[s.index].requires_grad and not s.trained}
-    stretches = [_stretch(p, read=state) for p in state.owned() if p.name not in left_out]
-    rank = engine.global_rank
-    objects: dict[str, Any] = {f"{_RANDOM}.{rank}": _random_state(engine.device)}
-    if rank == 0:
-        stretches += [_buffer_stretch(name, buffer) for name, buffer in _buffers(engine.module)]
-        objects[_ENGINE] = {
-            "client_state": dict(client_state),
-            "counters": _counters(engine),
-            "optimizer": _optimizer_state(engine, state),
-            "scheduler": _scheduler_state(engine),
-            "scaler": engine._scaler.state_dict() if engine._scaler is not None else None,
-            "extra_state": {name: module.get_extra_state() for name, module in _with_extra_state(engine.module)},
-            "left_out": sorted(left_out),
-            "world_size": engine.world_size,
-        }
-    return stretches, objects
-
-
-def _stretch(portion: Portion, *, read: PortableState | None = None, write: PortableState | None = None) -> Stretch:
-    return Stretch(
-        _key(portion.name, portion.field), portion.dtype, portion.slot.shape, portion.slot.stride, portion.start, portion.stop,
-        read=functools.partial(read.read, portion) if read is not None else None,
-        write=functools.partial(write.write, portion) if write is not None else None,
-    )  # fmt: skip
-
-
-def _key(name: str, field: str | None = None) -> str:
-    return f"module.{name}" if field is None else f"optimizer.{field}.{name}"
-
-
-def _buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The persistent ones with elements."""
-    passing = {f"{p}.{n}" if p else n for p, m in module.named_modules() for n in m._non_persistent_buffers_set}
-    return ((n, b) for n, b in module.named_buffers() if n not in passing and b.numel())
-
-
-def _buffer_stretch(name: str, buffer: torch.Tensor) -> Stretch:
-    shape = tuple(buffer.shape)
-    stride = torch.empty(shape, device="meta").stride()
-
-    def write(values: torch.Tensor) -> None:
-        with torch.no_grad():
-            buffer.copy_(values.view(shape))
-
-    return Stretch(
-        _key(name), buffer.dtype, shape, stride, 0, buffer.numel(),
-        read=lambda: buffer.detach().cpu().contiguous().view(-1), write=write,
-    )  # fmt: skip
-
-
-def _with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module.named_modules():
-        if type(child).get_extra_state is not nn.Module.get_extra_state:
-            yield name, child
-
-
-def _counters(engine: Engine) -> dict[str, int]:
-    return {
-        "global_steps": engine.global_steps,
-        "global_samples": engine.global_samples,
-        "skipped_steps": engine.skipped_steps,
-        "micro_steps": engine.micro_steps,
-    }
-
-
-def _optimizer_state(engine: Engine, state: PortableState) -> dict[str, Any] | None:
-    if engine.optimizer is None or engine._stepper is None:
-        return None
-    counts = engine._stepper.num_updates
-    return {
-        "fields": list(state.fields),
-        "groups": [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups],
-        "num_updates": {name: counts[unit][slot.index] for unit, slot, name in state.params() if slot.trained},
-    }
-
-
-def _scheduler_state(engine: Engine) -> dict[str, Any] | None:
-    if engine.lr_scheduler is None:
-        return None
-    return {"type": type(engine.lr_scheduler).__name__, "state": engine.lr_scheduler.state_dict()}
-
-
-def _random_state(device: torch.device) -> dict[str, Any]:
-    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
-
-
-def _set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
-
-
-# --- loading ---
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -233,7 +53,7 @@ def load_checkpoint(
     )
     with ranks.together("looking for a checkpoint"):
         if ranks.rank == 0:
-            _report_leftovers(directory)
+            report_leftovers(directory)
         tag = latest_tag(directory) if tag is None else str(tag)
         path = find(directory, tag) if tag is not None else None
     if path is None:
@@ -272,20 +92,20 @@ class _Loading:
         self.state = state
         self.stored = stored
         self.wanted = wanted
-        self.objects: dict[str, Any] = stored.get(_ENGINE)
-        self.random = stored.get(f"{_RANDOM}.{engine.global_rank}")
-        self._buffers = dict(_buffers(engine.module))
+        self.objects: dict[str, Any] = stored.get(ENGINE)
+        self.random = stored.get(f"{RANDOM}.{engine.global_rank}")
+        self._buffers = dict(buffers(engine.module))
         self._params = {name: (unit, slot) for unit, slot, name in state.params()}
         self._loaded = self._matching_names()
         for name in self._loaded:
-            self._check_tensor(_key(name), name)
+            self._check_tensor(key(name), name)
         if wanted.optimizer:
             self._check_optimizer()
         if wanted.scheduler:
             self._check_scheduler()
 
     def _matching_names(self) -> set[str]:
-        extra = {name for name, _ in _with_extra_state(self.engine.module)}
+        extra = {name for name, _ in with_extra_state(self.engine.module)}
         here = self._params.keys() | self._buffers.keys() | {f"{n}._extra_state" for n in extra}
         there = {n.removeprefix("module.") for n in self.stored.shapes if n.startswith("module.")}
         there |= {f"{n}._extra_state" for n in self.objects["extra_state"]}
@@ -330,9 +150,9 @@ class _Loading:
         trained = {n for n, (_, slot) in self._params.items() if slot.trained}
         for name in trained & saved["num_updates"].keys() & self._loaded:
             for field in self.state.fields:
-                if _key(name, field) not in self.stored.shapes:
-                    raise UsageError(f"{_key(name, field)!r} is not in {self.stored.path}; {other}")
-                self._check_tensor(_key(name, field), name)
+                if key(name, field) not in self.stored.shapes:
+                    raise UsageError(f"{key(name, field)!r} is not in {self.stored.path}; {other}")
+                self._check_tensor(key(name, field), name)
         if fresh := trained - saved["num_updates"].keys():
             logger.warning("not trained when the checkpoint was saved, so their optimizer state begins anew: %s", _some(fresh))
         if unused := saved["num_updates"].keys() & self._params.keys() - trained:
@@ -352,7 +172,7 @@ class _Loading:
 
     def apply(self) -> None:
         """Change everything but the settings."""
-        load_stretches(self.stored, self._stretches())
+        self.stored.load(self._stretches())
         self._begin_anew()
         by_unit: dict[Unit, list[int]] = {}
         for name in self._loaded & self._params.keys():
@@ -361,7 +181,7 @@ class _Loading:
         for unit, indices in by_unit.items():
             self.state.written(unit, indices)
         self._apply_counts()
-        for name, module in _with_extra_state(self.engine.module):
+        for name, module in with_extra_state(self.engine.module):
             if name in self.objects["extra_state"]:
                 module.set_extra_state(self.objects["extra_state"][name])
 
@@ -380,8 +200,8 @@ class _Loading:
             raise
 
     def _stretches(self) -> list[Stretch]:
-        found = [_stretch(p, write=self.state) for p in self.state.kept() if p.name in self._loaded and self._is_stored(p)]
-        return found + [_buffer_stretch(n, b) for n, b in self._buffers.items() if n in self._loaded]
+        found = [stretch(p, write=self.state) for p in self.state.kept() if p.name in self._loaded and self._is_stored(p)]
+        return found + [buffer_stretch(n, b) for n, b in self._buffers.items() if n in self._loaded]
 
     def _is_stored(self, portion: Portion) -> bool:
         return portion.field is None or (self.wanted.optimizer and portion.name in self.objects["optimizer"]["num_updates"])
@@ -407,7 +227,7 @@ class _Loading:
         for name, value in self.objects["counters"].items():
             setattr(engine, name, value)
         if self.random is not None:
-            _set_random_state(self.random, engine.device)
+            set_random_state(self.random, engine.device)
         else:
             logger.info("rank %d was not there when the checkpoint was saved: its random state stays", engine.global_rank)
 
