@@ -1,6 +1,7 @@
 """swapio trains PyTorch models larger than the machine's memory."""
 
 from . import checkpointing, ops, runtime, utils, zero
+from .checkpoint import get_fp32_state_dict
 from .engine import Engine, add_config_arguments, init_distributed, initialize
 from .engine import initialize as init
 from .errors import (
@@ -31,6 +32,7 @@ __all__ = [
     "UsageError",
     "add_config_arguments",
     "checkpointing",
+    "get_fp32_state_dict",
     "init",
     "init_distributed",
     "initialize",

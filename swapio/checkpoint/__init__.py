@@ -1,6 +1,7 @@
 """Checkpoints on a drive: tensors by name and shape in `torch.distributed.checkpoint`'s format, in folders that are whole or not there."""
 
 from ._boxes import Box, boxes
+from ._export import DTYPES, as_weight, export, export_dtype, exported, get_fp32_state_dict, write_model_config
 from ._folder import (
     Part,
     Progress,
@@ -17,21 +18,37 @@ from ._folder import (
     temporary_folder,
     verify,
 )
+from ._inspect import inspect
+from ._names import ENGINE, RANDOM, key
+from ._safetensors import Entry, SafetensorsFolder, SafetensorsWriter
 from ._tensors import Stored, Stretch
 from ._write import StretchWriter, finish_folder
 
 __all__ = [
+    "DTYPES",
+    "ENGINE",
+    "RANDOM",
     "Box",
+    "Entry",
     "Part",
     "Progress",
+    "SafetensorsFolder",
+    "SafetensorsWriter",
     "Stored",
     "Stretch",
     "StretchWriter",
+    "as_weight",
     "boxes",
     "check_tag",
     "damage",
+    "export",
+    "export_dtype",
+    "exported",
     "find",
     "finish_folder",
+    "get_fp32_state_dict",
+    "inspect",
+    "key",
     "latest_tag",
     "leftovers",
     "publish",
@@ -41,4 +58,5 @@ __all__ = [
     "tags",
     "temporary_folder",
     "verify",
+    "write_model_config",
 ]

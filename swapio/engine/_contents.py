@@ -12,19 +12,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..checkpoint import Stretch
+from ..checkpoint import Stretch, key
 from ..zero import PortableState, Portion
 
 if TYPE_CHECKING:
     from ._engine import Engine
 
 __all__ = [
-    "ENGINE", "RANDOM", "buffer_stretch", "buffers", "engine_object", "key", "model_config", "random_state", "set_random_state", "stretch",
-    "ties", "with_extra_state",
+    "buffer_stretch", "buffers", "engine_object", "entries", "model_config", "random_state", "set_random_state", "stretch", "ties",
+    "with_extra_state",
 ]  # fmt: skip
-
-ENGINE = "engine"  # name of the object with everything that is no tensor
-RANDOM = "random"  # and of those with the random state of each rank
 
 
 def engine_object(engine: Engine, state: PortableState, client_state: Mapping[str, Any], left_out: set[str]) -> dict[str, Any]:
@@ -38,13 +35,13 @@ def engine_object(engine: Engine, state: PortableState, client_state: Mapping[st
         "extra_state": {name: module.get_extra_state() for name, module in with_extra_state(engine.module)},
         "left_out": sorted(left_out),
         "world_size": engine.world_size,
-        "entries": _entries(engine.module),
+        "entries": entries(engine.module),
         "ties": ties(engine.module),
         "model_config": model_config(engine.module),
     }
 
 
-def _entries(module: nn.Module) -> dict[str, dict[str, Any]]:
+def entries(module: nn.Module) -> dict[str, dict[str, Any]]:
     """Of each tensor of the module's `state_dict`, once: its shape, dtype, and whether it is trained."""
     found: dict[str, torch.Tensor] = dict(module.named_parameters())
     passing = _passing(module)
@@ -78,11 +75,6 @@ def stretch(portion: Portion, *, read: PortableState | None = None, write: Porta
         read=functools.partial(read.read, portion) if read is not None else None,
         write=functools.partial(write.write, portion) if write is not None else None,
     )  # fmt: skip
-
-
-def key(name: str, field: str | None = None) -> str:
-    """Of a weight, a master or a buffer; with `field`, of that of the optimizer's state."""
-    return f"module.{name}" if field is None else f"optimizer.{field}.{name}"
 
 
 def buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

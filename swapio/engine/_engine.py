@@ -18,6 +18,7 @@ from ..errors import ClosedError, ConfigError, RankError, StorageError, Transfer
 from ..spec import format_nbytes
 from ..swap import SwapManager
 from ..zero import ChunkedStep, UnitSet, managed, uninterrupted
+from ._export import save_model
 from ._load import load_checkpoint
 from ._memory import memory
 from ._monitor import Monitor
@@ -592,9 +593,32 @@ class Engine(nn.Module):
         self.wait_for_checkpoint()
         return load_checkpoint(self, load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
 
-    def save_16bit_model(self, *args: Any, **kwargs: Any) -> None:
-        """Not supported yet."""
-        raise UsageError("save_16bit_model is not supported yet; the weights: torch.save(engine.module.state_dict(), path)")
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+        *,
+        dtype: torch.dtype | str | None = None,
+        max_shard_size: int | str = "5GB",
+    ) -> bool:
+        """Save the weights alone as safetensors into the folder `save_dir`; all ranks call it together.
+
+        As `swapio export` does from a checkpoint: one file, or several with an index, tensors with several names under the first, and a
+        `config.json` where `transformers` can load the model. Each rank writes what it has; some MiB are in memory at a time.
+
+        Args:
+            save_filename: of a model that fits in one file; a name with another ending becomes `model.safetensors`.
+            exclude_frozen_parameters: only what is trained, as of an adapter.
+            dtype: `"fp32"` (the masters), `"bf16"`, `"fp16"` or a `torch.dtype`, of what is floating; default: as it is trained.
+            max_shard_size: bytes of a file.
+
+        Raises:
+            ConfigError: another dtype; StorageError: no room, or another fault of the drive.
+        """
+        self._check()
+        save_model(self, save_dir, save_filename, exclude_frozen_parameters, dtype, max_shard_size)
+        return True
 
     save_fp16_model = save_16bit_model
 

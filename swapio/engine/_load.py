@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checkpoint import Stored, Stretch, find, latest_tag, tags, verify
+from ..checkpoint import ENGINE, RANDOM, Stored, Stretch, find, key, latest_tag, tags, verify
 from ..errors import UsageError
 from ..zero import PortableState, Portion, Unit
-from ._contents import ENGINE, RANDOM, buffer_stretch, buffers, key, set_random_state, stretch, with_extra_state
+from ._contents import buffer_stretch, buffers, set_random_state, stretch, with_extra_state
 from ._save import report_leftovers
 
 if TYPE_CHECKING:

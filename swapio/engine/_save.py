@@ -13,6 +13,8 @@ import torch
 import xxhash
 
 from ..checkpoint import (
+    ENGINE,
+    RANDOM,
     Stretch,
     StretchWriter,
     check_tag,
@@ -25,7 +27,7 @@ from ..checkpoint import (
 )
 from ..errors import UsageError
 from ..zero import PortableState, Portion, Ranks, Snapshot
-from ._contents import ENGINE, RANDOM, buffer_stretch, buffers, engine_object, random_state, stretch
+from ._contents import buffer_stretch, buffers, engine_object, random_state, stretch
 
 if TYPE_CHECKING:
     from ._engine import Engine

@@ -126,10 +126,16 @@ class PortableState:
                 first = stop
         yield from _uncovered(first, last)
 
-    def read(self, portion: Portion) -> torch.Tensor:
-        """The values, `[numel]` in host memory; good until the next call."""
+    def read(self, portion: Portion, *, weight: bool = False) -> torch.Tensor:
+        """The values, `[numel]` in host memory; good until the next call.
+
+        Args:
+            weight: in place of a master, the weight that it rounds to.
+        """
         with self._zero.lock, quiet():
             numel = portion.stop - portion.start
+            if weight:
+                portion = dataclasses.replace(portion, chunk=None)
             weights, chunk = self._pin(portion, dirty=False)
             if chunk is None or portion.chunk is None:
                 return _weights(portion, weights).cpu()

@@ -58,6 +58,23 @@ class Net(nn.Module):
         return loss
 
 
+class Tied(Net):
+    """With a weight under two names; without what is no tensor."""
+
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
+
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        super().__init__()
+        self.head = nn.Linear(31, 97, bias=False)
+        self.head.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = super().forward(x) + self.head(x).float().square().mean()
+        return loss
+
+
 def make(seed: int = 0, **kwargs: Any) -> Net:
     torch.manual_seed(seed)
     return Net(**kwargs)
@@ -144,6 +161,14 @@ def load_and_train(rank: int, path: str, directory: str, cases: list[tuple[int, 
             loaded = snapshot(engine)
             results.append((loaded, train(engine, 3, 6), snapshot(engine)))
     return results
+
+
+def train_and_export(rank: int, path: str, out: str) -> None:
+    """A checkpoint and the weights, into one folder."""
+    with engine_of(path, stage=3) as engine:
+        train(engine, 0, 2)
+        engine.save_checkpoint(out)
+        engine.save_16bit_model(out)
 
 
 def fail_on_one_rank(rank: int, path: str, directory: str) -> list[str]:
