@@ -2,7 +2,7 @@
 
 from . import checkpointing, ops, runtime, utils, zero
 from .checkpoint import get_fp32_state_dict
-from .engine import Engine, add_config_arguments, init_distributed, initialize
+from .engine import Engine, add_config_arguments, init_distributed, initialize, load_pretrained
 from .engine import initialize as init
 from .errors import (
     BudgetError,
@@ -36,6 +36,7 @@ __all__ = [
     "init",
     "init_distributed",
     "initialize",
+    "load_pretrained",
     "ops",
     "runtime",
     "utils",

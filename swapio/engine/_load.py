@@ -19,7 +19,7 @@ from ._save import report_leftovers
 if TYPE_CHECKING:
     from ._engine import Engine
 
-__all__ = ["load_checkpoint"]
+__all__ = ["load_checkpoint", "some"]
 
 logger = logging.getLogger("swapio")
 
@@ -112,12 +112,12 @@ class _Loading:
         left_out = set(self.objects["left_out"])
         missing, unexpected = here - there - left_out, there - here
         if missing or unexpected:
-            say = f"not in the checkpoint: {_some(missing)}; not in the model: {_some(unexpected)}"
+            say = f"not in the checkpoint: {some(missing)}; not in the model: {some(unexpected)}"
             if self.wanted.strict:
                 raise UsageError(f"{self.stored.path} does not fit the model. {say}. load_module_strict=False loads what both have")
             logger.warning("%s does not fit the model, what both have is loaded. %s", self.stored.path, say)
         if kept := here & left_out - there:
-            logger.info("not in the checkpoint (exclude_frozen_parameters), so as they are: %s", _some(kept))
+            logger.info("not in the checkpoint (exclude_frozen_parameters), so as they are: %s", some(kept))
         return here & there - {f"{n}._extra_state" for n in extra}
 
     def _check_tensor(self, key: str, name: str) -> None:
@@ -154,9 +154,9 @@ class _Loading:
                     raise UsageError(f"{key(name, field)!r} is not in {self.stored.path}; {other}")
                 self._check_tensor(key(name, field), name)
         if fresh := trained - saved["num_updates"].keys():
-            logger.warning("not trained when the checkpoint was saved, so their optimizer state begins anew: %s", _some(fresh))
+            logger.warning("not trained when the checkpoint was saved, so their optimizer state begins anew: %s", some(fresh))
         if unused := saved["num_updates"].keys() & self._params.keys() - trained:
-            logger.warning("not trained any more, so the optimizer state in the checkpoint is not used: %s", _some(unused))
+            logger.warning("not trained any more, so the optimizer state in the checkpoint is not used: %s", some(unused))
 
     def _check_scheduler(self) -> None:
         saved, here = self.objects["scheduler"], type(self.engine.lr_scheduler).__name__
@@ -236,7 +236,8 @@ def _kind(dtype: torch.dtype) -> str:
     return "floating" if dtype.is_floating_point else str(dtype)
 
 
-def _some(names: Iterable[str], most: int = 5) -> str:
+def some(names: Iterable[str], most: int = 5) -> str:
+    """The first names, for people."""
     found: Sequence[str] = sorted(names)
     more = f" and {len(found) - most} more" if len(found) > most else ""
     return (", ".join(map(repr, found[:most])) or "nothing") + more
