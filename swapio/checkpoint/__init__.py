@@ -1,6 +1,7 @@
 """Checkpoints on a drive: tensors by name and shape in `torch.distributed.checkpoint`'s format, in folders that are whole or not there."""
 
 from ._boxes import Box, boxes
+from ._deepspeed import DeepSpeedStored, is_deepspeed
 from ._export import DTYPES, as_weight, export, export_dtype, exported, get_fp32_state_dict, write_model_config
 from ._folder import (
     Part,
@@ -29,6 +30,7 @@ __all__ = [
     "ENGINE",
     "RANDOM",
     "Box",
+    "DeepSpeedStored",
     "Entry",
     "Part",
     "Progress",
@@ -48,6 +50,7 @@ __all__ = [
     "finish_folder",
     "get_fp32_state_dict",
     "inspect",
+    "is_deepspeed",
     "key",
     "latest_tag",
     "leftovers",

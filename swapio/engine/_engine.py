@@ -574,7 +574,8 @@ class Engine(nn.Module):
         """Go on from what `save_checkpoint` saved; all ranks call it together. Load from folders that you trust: objects are unpickled.
 
         Every byte is checked, and names and shapes compared, before the first change: a load that fails there leaves the engine as it is.
-        Gradients are dropped.
+        Gradients are dropped. A checkpoint of DeepSpeed's ZeRO (stages 1 to 3, any number of ranks) is loaded too; it has no checksums and
+        no random state.
 
         Args:
             tag: default: what the file `latest` names.

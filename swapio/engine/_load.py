@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checkpoint import ENGINE, RANDOM, Stored, Stretch, find, key, latest_tag, tags, verify
+from ..checkpoint import ENGINE, RANDOM, DeepSpeedStored, Stored, Stretch, find, is_deepspeed, key, latest_tag, tags, verify
 from ..errors import UsageError
 from ..zero import PortableState, Portion, Unit
 from ._contents import buffer_stretch, buffers, set_random_state, stretch, with_extra_state
@@ -55,17 +55,18 @@ def load_checkpoint(
         if ranks.rank == 0:
             report_leftovers(directory)
         tag = latest_tag(directory) if tag is None else str(tag)
-        path = find(directory, tag) if tag is not None else None
+        path = None if tag is None else directory / tag if is_deepspeed(directory / tag) else find(directory, tag)
     if path is None:
         there = ", ".join(map(repr, tags(directory))) or "none"
         logger.warning("nothing is loaded: %s has no file 'latest', and no tag was given; checkpoints there: %s", directory, there)
         return None, None
     with ranks.together(f"checking {path}"):
-        verify(path, share=ranks.rank, num_shares=ranks.size)
+        if not is_deepspeed(path):
+            verify(path, share=ranks.rank, num_shares=ranks.size)
     with PortableState(engine.zero) as state:
         with ranks.together(f"reading {path}"):
             state.settle()
-            loading = _Loading(engine, state, Stored(path), wanted)
+            loading = _Loading(engine, state, DeepSpeedStored(path) if is_deepspeed(path) else Stored(path), wanted)
         with ranks.together(f"loading settings from {path}"):
             loading.apply_settings()
         engine._zero_grad()
@@ -87,7 +88,7 @@ class _Loading:
         UsageError: it does not fit.
     """
 
-    def __init__(self, engine: Engine, state: PortableState, stored: Stored, wanted: _Wanted) -> None:
+    def __init__(self, engine: Engine, state: PortableState, stored: Stored | DeepSpeedStored, wanted: _Wanted) -> None:
         self.engine = engine
         self.state = state
         self.stored = stored
@@ -160,7 +161,7 @@ class _Loading:
 
     def _check_scheduler(self) -> None:
         saved, here = self.objects["scheduler"], type(self.engine.lr_scheduler).__name__
-        if saved is None or saved["type"] != here:
+        if saved is None or saved["type"] not in (None, here):
             raise UsageError(
                 f"{self.stored.path} has {'no scheduler' if saved is None else saved['type']}, and here is {here}: use the same, or pass "
                 "load_lr_scheduler_states=False to load the rest"
