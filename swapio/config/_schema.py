@@ -42,17 +42,6 @@ def _path(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def _later(*values: str) -> BeforeValidator:
-    """Refuses values that have a name already and no code yet."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, str) and value in values:
-            raise ValueError("not supported yet; leave it out")
-        return value
-
-    return BeforeValidator(check)
-
-
 def _interval(value: Any) -> Any:
     """Whole numbers written as 1e5 are common here, and infinity for never."""
     if isinstance(value, float):
@@ -199,8 +188,10 @@ class OwnConfig(Section):
         min_length=1,
         description="file written by `swapio tune`: values for what is not given of the section aio and of backend",
     )
-    optimizer_step: Annotated[Literal["auto", "at_step"], _later("in_forward", "in_backward")] = Field(
-        default="auto", description="when the optimizer runs; auto is at_step"
+    optimizer_step: Literal["auto", "in_forward", "in_backward", "at_step"] = Field(
+        default="auto",
+        description="when the optimizer runs: in_forward puts each unit's update off until it is needed; in_backward makes it when its "
+        "last gradient comes, without clipping or skipping; auto is in_forward on one rank where not all fits in memory, else at_step",
     )
 
 

@@ -1,17 +1,45 @@
-"""Whether a model fits, before anything is allocated: the smallest `host_memory` that works, and why."""
+"""Whether a model fits, before anything is allocated: the smallest `host_memory` that works, why, and what a larger one keeps there."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from ..errors import BudgetError
-from ..optim import OptimizerSpec
+from ..optim import ChunkLayout, OptimizerSpec
 from ..spec import format_nbytes
 from ..swap import Place
-from ..zero import Partition, UnitLayout, chunk_layouts
+from ..zero import Kept, Movable, Partition, StepTiming, UnitLayout, chunk_layouts, resident_set
 
-__all__ = ["HostNeed", "host_need"]
+__all__ = ["HostNeed", "HostPlan", "Setting"]
+
+_AHEAD_NBYTES = 128 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setting:
+    """What the need depends on beside the model.
+
+    Attributes:
+        spills: gradients may rest on NVMe between times.
+    """
+
+    block_nbytes: Callable[[int], int]
+    chunk_numel: int
+    param_home: Place
+    state_home: Place
+    step_place: Place
+    has_device: bool
+    timing: StepTiming
+    spills: bool
+    num_micro_batches: int = 1
+    stage: int = 0
+    rank: int = 0
+    num_ranks: int = 1
+
+    def on_host(self, home: Place) -> bool:
+        """Whether what rests at `home` is in host memory always."""
+        return home is Place.HOST or (home is Place.DEVICE and not self.has_device)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,40 +72,85 @@ class HostNeed:
             )  # fmt: skip
 
 
-def host_need(
-    layouts: Sequence[UnitLayout], spec: OptimizerSpec | None, *, block_nbytes: Callable[[int], int], chunk_numel: int,
-    param_home: Place, state_home: Place, step_place: Place, has_device: bool, stage: int = 0, rank: int = 0, num_ranks: int = 1,
-) -> HostNeed:  # fmt: skip
-    """What training needs of host memory when gradients are kept until `step()`."""
-    parts = [Partition(layout, num_ranks) for layout in layouts]
-    several = num_ranks > 1
-    whole = [block_nbytes(layout.nbytes) for layout in layouts]
-    sharded = several and stage == 3
-    weights = [block_nbytes(part.shard_nbytes[rank]) for part in parts] if sharded else whole
-    stepped = [part.pieces[rank] if stage else Partition(layout, 1).pieces[0] for layout, part in zip(layouts, parts, strict=True)]
-    chunks = [
-        block_nbytes(chunk.nbytes)
-        for layout, pieces in zip(layouts, stepped, strict=True) if spec is not None
-        for _, _, chunk in chunk_layouts(layout, pieces, spec, chunk_numel)
-    ]  # fmt: skip
-    of_units = [block_nbytes(layout.grad_nbytes) for layout in layouts if layout.grad_nbytes]
-    gradients = 2 * max(of_units, default=0) if several and stage >= 2 else sum(of_units)  # sent as soon as a unit has them all
-    if step_place is not Place.HOST and has_device:
-        gradients = 0
-    sums = sum(block_nbytes(4 * part.sum_numel[rank]) for part in parts if part.sum_numel[rank]) if several else 0
-    on_host = _on_host(has_device)
-    resident = (sum(weights) if on_host(param_home) else 0) + (sum(chunks) if on_host(state_home) else 0)
-    # one whole unit, and of a partitioned one the slice it is made from and one that another rank asks for
-    largest = max(whole, default=0) + 2 * max(weights, default=0) if sharded else 0 if on_host(param_home) else max(whole, default=0)
-    return HostNeed(
-        resident=resident,
-        gradients=gradients + sums,
-        staging=0 if on_host(state_home) else 2 * max(chunks, default=0),
-        largest_unit=largest,
-        everything=sum(weights) + sum(chunks) + gradients + sums + (largest if sharded else 0),
-    )
+class HostPlan:
+    """What a model needs of host memory, and what a budget keeps there.
 
+    Attributes:
+        need: the bytes.
+    """
 
-def _on_host(has_device: bool) -> Callable[[Place], bool]:
-    homes: Iterable[Place] = (Place.HOST,) if has_device else (Place.HOST, Place.DEVICE)
-    return lambda home: home in homes
+    def __init__(self, layouts: Sequence[UnitLayout], spec: OptimizerSpec | None, setting: Setting) -> None:
+        self._layouts = layouts
+        self._setting = s = setting
+        parts = [Partition(layout, s.num_ranks) for layout in layouts]
+        self._sharded = s.num_ranks > 1 and s.stage == 3
+        stored = [part.shard_nbytes[s.rank] if self._sharded else layout.nbytes for layout, part in zip(layouts, parts, strict=True)]
+        self._weights = [s.block_nbytes(nbytes) for nbytes in stored]
+        stepped = [part.pieces[s.rank] if s.stage else Partition(layout, 1).pieces[0] for layout, part in zip(layouts, parts, strict=True)]
+        self._chunks = [
+            list(chunk_layouts(layout, pieces, spec, s.chunk_numel)) if spec is not None else []
+            for layout, pieces in zip(layouts, stepped, strict=True)
+        ]
+        self._grads = [s.block_nbytes(layout.grad_nbytes) if layout.grad_nbytes else 0 for layout in layouts]
+        self.need = self._need(parts)
+
+    def _need(self, parts: Sequence[Partition]) -> HostNeed:
+        s = self._setting
+        several = s.num_ranks > 1
+        whole = [s.block_nbytes(layout.nbytes) for layout in self._layouts]
+        passes = s.spills or (s.timing is StepTiming.IN_BACKWARD and s.num_micro_batches == 1)  # one unit's at a time
+        if s.step_place is not Place.HOST and s.has_device:
+            gradients = 0
+        elif several and s.stage >= 2:
+            gradients = 2 * max(self._grads, default=0)  # sent as soon as a unit has them all
+        else:
+            gradients = 0 if passes else sum(self._grads)
+        sums = sum(s.block_nbytes(4 * part.sum_numel[s.rank]) for part in parts if part.sum_numel[s.rank]) if several else 0
+        chunks = [s.block_nbytes(chunk.nbytes) for unit in self._chunks for _, _, chunk in unit]
+        weights_stay, state_stays = s.on_host(s.param_home), s.on_host(s.state_home)
+        at_once = [
+            (0 if weights_stay else w) + (g if passes and s.step_place is Place.HOST else 0)
+            for w, g in zip(whole, self._grads, strict=True)
+        ]
+        largest = max(at_once, default=0)
+        if self._sharded:  # one whole unit, and the slice it is made from and one that another rank asks for
+            largest = max(whole, default=0) + 2 * max(self._weights, default=0)
+        kept = gradients or (sum(self._grads) if s.step_place is Place.HOST else 0)
+        return HostNeed(
+            resident=(sum(self._weights) if weights_stay else 0) + (sum(chunks) if state_stays else 0),
+            gradients=gradients + sums,
+            staging=0 if state_stays else 2 * max(chunks, default=0),
+            largest_unit=largest,
+            everything=sum(self._weights)
+            + sum(self._resident_cost(c) for unit in self._chunks for _, _, c in unit)
+            + kept
+            + sums
+            + (largest if self._sharded else 0),
+        )
+
+    @property
+    def largest(self) -> int:
+        """Index of the unit that needs most."""
+        return max(range(len(self._layouts)), key=lambda i: self._weights[i] + self._grads[i], default=0)
+
+    def _resident_cost(self, chunk: ChunkLayout) -> int:
+        """Of state that stays, which has whole masters."""
+        return self._setting.block_nbytes(chunk.nbytes + (2 * chunk.numel if chunk.split else 0))
+
+    def resident(self, budget: int | None) -> set[Kept]:
+        """What of that which rests on NVMe stays in host memory."""
+        s = self._setting
+        rereads = (2 if s.timing is not StepTiming.AT_STEP else 3) * s.num_micro_batches
+        movables = []
+        for number, layout in enumerate(self._layouts):
+            trained = any(segment.num_trained for segment in layout.segments)
+            if s.param_home is Place.NVME:
+                movables.append(Movable(Kept("weights", number), self._weights[number], layout.nbytes * (rereads + trained)))
+            if s.spills and layout.grad_nbytes:
+                movables.append(Movable(Kept("gradients", number), self._grads[number], layout.grad_nbytes * 2 * s.num_micro_batches))
+            if s.state_home is Place.NVME:
+                for index, (_, _, chunk) in enumerate(self._chunks[number]):
+                    movables.append(Movable(Kept("state", number, index), self._resident_cost(chunk), 2 * chunk.nbytes))
+        if budget is None or budget >= self.need.everything:
+            return {movable.key for movable in movables}
+        return resident_set(movables, budget - self.need.minimum - _AHEAD_NBYTES)

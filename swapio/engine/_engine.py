@@ -73,6 +73,7 @@ class Engine(nn.Module):
         self.checkpoint_engine: Any = None  # nothing is saved through one
         self._scaler = scaler
         zero.loss_scale = scaler.scale if scaler is not None else 1.0
+        zero.last_micro_batch = config.gradient_accumulation_steps == 1
         self._boundary: bool | None = None  # as the user set it
         self._backwards = 0  # since the last step of the optimizer
         self._norm: torch.Tensor | None = None
@@ -129,6 +130,7 @@ class Engine(nn.Module):
             scaled = scaled * self.gradient_accumulation_steps()
         self._loss = loss.detach()
         self._backwards += 1
+        self.zero.last_micro_batch = self.is_gradient_accumulation_boundary()
         try:
             scaled.backward(retain_graph=retain_graph)
             self.zero.backward_ended()
@@ -151,6 +153,7 @@ class Engine(nn.Module):
         self._check()
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
+        self.zero.last_micro_batch = self.is_gradient_accumulation_boundary()
         if not boundary:
             self._step_applied = False
             return
@@ -260,6 +263,7 @@ class Engine(nn.Module):
                 'micro-batches would add up in 16 bits: give "data_types": {"grad_accum_dtype": "fp32"}, or gradient_accumulation_steps > 1'
             )
         self._boundary = is_boundary
+        self.zero.last_micro_batch = is_boundary
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -450,7 +454,7 @@ class Engine(nn.Module):
 
     def stats(self) -> dict[str, Any]:
         """The manager's counters, and the engine's: gradients, units, steps."""
-        grads = sum(u.layout.grad_nbytes for u in self.zero.units if u.grads is not None)
+        grads = sum(unit.layout.grad_nbytes for unit, _ in self.zero.grad_buffers())
         return self.manager.stats() | {
             "gradient_bytes": grads,
             "units": len(self.zero.units),

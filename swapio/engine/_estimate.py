@@ -13,8 +13,8 @@ from ..memory import Arena, CpuDevice
 from ..optim import from_config
 from ..spec import format_nbytes
 from ..swap import Place
-from ..zero import CHUNK_NUMEL, Partition, UnitLayout, chunk_layouts, find_units
-from ._budget import host_need
+from ..zero import CHUNK_NUMEL, Partition, StepTiming, UnitLayout, chunk_layouts, find_units
+from ._budget import HostPlan, Setting
 
 __all__ = ["Estimate", "estimate_model_states"]
 
@@ -62,10 +62,11 @@ def estimate_model_states(model: nn.Module, *, stage: int, ranks_per_node: int =
         states += sum(chunk.nbytes for _, _, chunk in chunk_layouts(layout, pieces, spec, CHUNK_NUMEL))
     estimates = []
     for param, state in itertools.product(("cpu", "nvme"), repeat=2):
-        need = host_need(
-            layouts, spec, block_nbytes=block_nbytes, chunk_numel=CHUNK_NUMEL, has_device=False, step_place=Place.HOST, stage=stage,
+        need = HostPlan(layouts, spec, Setting(
+            block_nbytes=block_nbytes, chunk_numel=CHUNK_NUMEL, has_device=False, step_place=Place.HOST, stage=stage,
             param_home=Place.parse(param, key="offload_param"), state_home=Place.parse(state, key="offload_optimizer"), num_ranks=num_ranks,
-        )  # fmt: skip
+            timing=StepTiming.IN_FORWARD, spills=num_ranks == 1 and "nvme" in (param, state),
+        )).need  # fmt: skip
         drive = (weights if param == "nvme" else 0) + (states if state == "nvme" else 0)
         each = (need.minimum, need.everything, drive)
         estimates.append(Estimate(param, state, *(ranks_per_node * nbytes for nbytes in each)))

@@ -21,8 +21,10 @@ from ..swap import Place, SwapManager, TensorSpec, open_manager
 from ..zero import (
     CHUNK_NUMEL,
     ChunkedStep,
+    Kept,
     Partition,
     Ranks,
+    StepTiming,
     Unit,
     UnitLayout,
     UnitSet,
@@ -33,7 +35,7 @@ from ..zero import (
     world,
 )
 from ._adopt import Adoption
-from ._budget import host_need
+from ._budget import HostPlan, Setting
 from ._distributed import init_distributed
 from ._engine import Engine
 from ._monitor import Monitor
@@ -214,32 +216,44 @@ def _engine(
     sums_here = several_parts if ranks.alone or stage < 2 else False
     grad_dtype = torch.float32 if sums_here or not (ranks.alone or stage) else None
     layouts = [_layout(u, groups, dtype, grad_dtype) for u in specs]
-    need = host_need(
-        layouts, spec, block_nbytes=manager.arena.block_nbytes, chunk_numel=CHUNK_NUMEL,
-        param_home=param_home, state_home=state_home, step_place=step_place, has_device=manager.device.has_memory,
-        stage=stage, rank=ranks.rank, num_ranks=ranks.size,
-    )  # fmt: skip
-    largest = max(range(len(specs)), key=lambda i: layouts[i].nbytes, default=0)
-    need.check(manager.arena.capacity, specs[largest].name if specs else "")
-    capacity = manager.arena.capacity
     on_device = manager.device.has_memory
+    timing = _timing(settings, ranks, trains=inner is not None)
+    spills = ranks.alone and inner is not None and step_place is Place.HOST and Place.NVME in (param_home, state_home)
+    spills = spills and (timing is not StepTiming.IN_BACKWARD or several_parts)
+    plan = HostPlan(layouts, spec, Setting(
+        block_nbytes=manager.arena.block_nbytes, chunk_numel=CHUNK_NUMEL, param_home=param_home, state_home=state_home,
+        step_place=step_place, has_device=on_device, timing=timing or StepTiming.IN_FORWARD,
+        spills=spills,
+        num_micro_batches=settings.gradient_accumulation_steps, stage=stage, rank=ranks.rank, num_ranks=ranks.size,
+    ))  # fmt: skip
+    need, capacity = plan.need, manager.arena.capacity
+    need.check(capacity, specs[plan.largest].name if specs else "")
+    kept = plan.resident(capacity)
     keep = param_home is Place.DEVICE if on_device else capacity is None or need.everything <= capacity
     keep = keep and (ranks.alone or stage < 3)
+    if timing is None:
+        timing = StepTiming.IN_FORWARD if ranks.alone and not keep and step_place is Place.HOST else StepTiming.AT_STEP
     zero = UnitSet(
         manager, owns_manager=owns, step_place=step_place, keep_attached=keep, ranks=ranks, stage=stage, plain_grads=inner is None
     )
-    stepper = ChunkedStep(zero, spec, home=state_home) if spec is not None else None
+    stepper = None
+    if spec is not None and inner is not None:
+        stepper = ChunkedStep(zero, spec, home=state_home, timing=timing, live_groups=lambda: inner.param_groups)
     originals = Originals(stepper)
     undo.callback(zero.close, "initialize failed", restore=True, value=originals.value)
-    for unit_spec, layout in zip(specs, layouts, strict=True):
+    for number, (unit_spec, layout) in enumerate(zip(specs, layouts, strict=True)):
         partition = Partition(layout, ranks.size)
-        record = zero.create(unit_spec.name, partition.shard_nbytes[ranks.rank] if zero.partitions_weights else layout.nbytes, param_home)
+        home = Place.HOST if Kept("weights", number) in kept else param_home
+        record = zero.create(unit_spec.name, partition.shard_nbytes[ranks.rank] if zero.partitions_weights else layout.nbytes, home)
         unit_groups = [groups.get(id(p)) for _, p in unit_spec.params]
         unit = Unit(zero, unit_spec.name, unit_spec.params, unit_groups, record, layout, partition)
         if zero.sums is not None:
             zero.sums.add_unit(unit)
         if stepper is not None:
-            stepper.add_unit(unit)
+            stepper.add_unit(unit, kept={item.chunk for item in kept if item.kind == "state" and item.unit == number})
+            unit.keeps_grads = timing is not StepTiming.IN_BACKWARD
+            if spills and layout.grad_nbytes and Kept("gradients", number) not in kept:
+                unit.keep_grads_on_nvme()
         adoption.prepare(unit_spec.params)
         if not adoption.active:  # a model that need not fit in memory has nothing kept there
             originals.keep(unit)
@@ -260,10 +274,11 @@ def _engine(
     for note in settings.notes:
         logger.info("%s", note)
     weights = sum(layout.nbytes for layout in layouts)
+    resident = sum(record.nbytes for record in zero.records if record.home is Place.HOST)
     logger.info(
-        "%d units, weights %s on %s, optimizer state %s on %s, host memory at least %s, budget %s",
+        "%d units, weights %s on %s, optimizer state %s on %s, %s kept in host memory, at least %s needed, budget %s; optimizer_step %s",
         len(specs), format_nbytes(weights), param_home.name, format_nbytes(stepper.state_nbytes() if stepper else 0), state_home.name,
-        format_nbytes(need.minimum), "none" if capacity is None else format_nbytes(capacity),
+        format_nbytes(resident), format_nbytes(need.minimum), "none" if capacity is None else format_nbytes(capacity), timing.name.lower(),
     )  # fmt: skip
     return Engine(
         model,
@@ -277,6 +292,28 @@ def _engine(
         scaler=LossScaler.from_config(settings.fp16) if settings.fp16.enabled else None,
         monitor=Monitor(settings, rank=ranks.rank),
     )
+
+
+def _timing(settings: SwapioConfig, ranks: Ranks, *, trains: bool) -> StepTiming | None:
+    """When units are stepped, if the config says it.
+
+    Raises:
+        ConfigError: it cannot be done with the other settings.
+    """
+    given = settings.swapio.optimizer_step
+    if given == "auto" or not trains:
+        return None
+    timing = StepTiming[given.upper()]
+    why = None
+    if timing is not StepTiming.AT_STEP and not ranks.alone:
+        why = f'with {ranks.size} ranks only "at_step" is possible: the others ask for weights that would not be stepped yet'
+    elif timing is StepTiming.IN_BACKWARD and settings.gradient_clipping:
+        why = f'the norm for gradient_clipping {settings.gradient_clipping} is known only after backward; use "in_forward", or no clipping'
+    elif timing is StepTiming.IN_BACKWARD and settings.fp16.enabled:
+        why = 'fp16 skips steps whose gradients overflow, which is known only after backward; use "in_forward", or bf16'
+    if why is not None:
+        raise ConfigError(f'swapio.optimizer_step: "{given}" cannot work here: {why}', key="swapio.optimizer_step", value=given)
+    return timing
 
 
 def _target_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -98,7 +98,7 @@ class _Loading:
         self._buffers = dict(buffers(engine.module))
         self._params = {name: (unit, slot) for unit, slot, name in state.params()}
         self._loaded = self._matching_names()
-        for name in self._loaded:
+        for name in sorted(self._loaded):
             self._check_tensor(key(name), name)
         if wanted.optimizer:
             self._check_optimizer()

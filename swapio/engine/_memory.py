@@ -21,8 +21,9 @@ def memory(zero: UnitSet, stepper: ChunkedStep | None, module: nn.Module) -> dic
     for unit in zero.units:
         if zero.partitions_weights and unit.attached:
             gathered[near] += unit.layout.nbytes
-        if unit.grads is not None:
-            gradients[zero.step_place.name.lower()] += unit.layout.grad_nbytes
+    for unit, grads in zero.grad_buffers():
+        place = zero.step_place if grads.here else Place.NVME
+        gradients[place.name.lower()] += unit.layout.grad_nbytes
     if zero.sums is not None:
         gradients["host"] += zero.sums.nbytes
     for buffer in module.buffers():

@@ -18,6 +18,7 @@ from ..errors import ClosedError, ConfigError, ForkError, SwapioError, UsageErro
 from ..io import IOThreads, Storage, open_storage
 from ..memory import Arena, Device, Lease, get_device
 from ..spec import parse_nbytes
+from ._ahead import Prefetcher
 from ._auto import auto_host_memory
 from ._mover import Mover
 from ._record import Place, Record, TensorSpec, hull
@@ -255,9 +256,9 @@ class SwapManager:
         if home is Place.NVME and not self.has_drive:
             raise ConfigError('paths: a tensor cannot rest on NVMe without a directory; give paths=["/a/local/drive"]', key="paths")
         extent = self.storage.reserve(nbytes, name=key) if home is Place.NVME else None
-        if extent is not None:
-            self.mover.count_nvme(nbytes)
-        return Record(key, nbytes, home, spec, extent, asyncio.Lock())
+        record = Record(key, nbytes, home, spec, extent, asyncio.Lock())
+        self.mover.count(record, 1)
+        return record
 
     def _register(self, record: Record) -> bool:
         return self.mover.records.setdefault(record.key, record) is record
@@ -366,17 +367,14 @@ class SwapManager:
 
         transfer.add_done_callback(undo)
 
-    def cost(self, record: Record) -> int:
-        """Bytes of the budget that a copy of `record` takes in host memory."""
-        return self.arena.block_nbytes(record.nbytes)
+    def prefetcher(self) -> Prefetcher:
+        """One that brings records ahead of their use along an order, until it is closed."""
+        self._check()
+        return Prefetcher(self.mover)
 
-    def spare_nbytes(self, place: Place) -> int | None:
-        """What is left for records in `place` beside scratch and headroom; None: no limit."""
-        if place is Place.DEVICE:
-            return self.mover.device_capacity
-        capacity = self.arena.capacity
-        scratch = sum(self.arena.block_nbytes(lease.nbytes) for _, lease in list(self.mover.scratch.values()))
-        return None if capacity is None else capacity - self.mover.headroom - scratch
+    def discard(self, record: Record) -> None:
+        """Let a record that nobody uses be zeros again, without a write."""
+        self._transfer(self.mover.discard(record), f"discarding {record.key!r}").wait()
 
     def lease(self, name: str, nbytes: int, owner: object) -> Lease:
         """Host memory of no record, uint8 `[nbytes]`, inside the budget. Give it back with `end_lease`."""
@@ -385,6 +383,7 @@ class SwapManager:
         lease = self.arena.try_lease(nbytes, name=name)
         if lease is not None:
             self.mover.scratch[id(lease)] = (owner, lease)
+            self.mover.count_scratch(lease, 1)
             return lease
         start = time.perf_counter()
         try:
@@ -394,7 +393,8 @@ class SwapManager:
             self.add_stall(time.perf_counter() - start)
 
     def end_lease(self, lease: Lease) -> None:
-        self.mover.scratch.pop(id(lease), None)
+        if self.mover.scratch.pop(id(lease), None) is not None:
+            self.mover.count_scratch(lease, -1)
         lease.release()
 
     def add_stall(self, seconds: float) -> None:

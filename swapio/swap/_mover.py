@@ -26,6 +26,7 @@ from ..errors import BudgetError, ClosedError, SwapioError, TransferTimeoutError
 from ..io import IOThreads, Storage
 from ..memory import Arena, Device, Event, Lease
 from ..spec import PAGE_NBYTES, format_nbytes, round_up
+from ._ahead import Prefetcher
 from ._record import DeviceCopy, Place, Record, Residency
 
 __all__ = ["DEMAND", "PREFETCH", "WRITE_BACK", "Mover"]
@@ -53,10 +54,11 @@ class Mover:
         self.counters: collections.Counter[str] = collections.Counter()
         self.headroom = 0  # bytes of host memory that prefetches leave free
         self.nvme_nbytes = 0  # sum over records at home on NVMe
+        self.fixed_nbytes = 0  # blocks of records at home in host memory and of scratch: no prefetch can have them
         self._count_lock = threading.Lock()
         self.device_nbytes = 0
         self.clock = itertools.count(1)
-        self._resident: tuple[set[Record], set[Record]] = (set(), set())  # holders of a host lease, of a device buffer
+        self._resident: tuple[set[Record], set[Record]] = (set(), set())  # with a host lease, a device buffer, that is not their home
         self._sleepers: list[asyncio.Future[None]] = []
         self._waiting: collections.Counter[object] = collections.Counter()  # owners that wait in _space
         self._active = 0  # movements that will free or deliver something without anybody's help
@@ -64,6 +66,7 @@ class Mover:
         self._uploads: collections.deque[Event] = collections.deque(maxlen=64)  # that may still hold their host copy
         self.failures: collections.deque[SwapioError] = collections.deque()  # of write-backs, not yet raised to anybody
         self._tasks: set[asyncio.Future[Any]] = set()  # the loop itself keeps only weak references
+        self.prefetchers: list[Prefetcher] = []
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run, name="swapio-manager", daemon=True)
         self.thread.start()
@@ -97,7 +100,7 @@ class Mover:
     def wake(self) -> None:
         """Bytes came back, or a pin went: let whoever waits for memory look again. Takes no lock."""
         if self._sleepers:
-            self._call(self._wake)
+            self.call(self._wake)
 
     def pin(self, record: Record, place: Place, owner: object) -> bool:
         """Pin a current copy on the caller's thread; False when there is none. No hop."""
@@ -115,7 +118,7 @@ class Mover:
         with record.lock:
             record.pins.remove((place, owner))
         if self.wants_write_back(record) or (place is not record.home and self.device.has_memory):
-            self._call(self._released, record)
+            self.call(self._released, record)
         else:
             self.wake()
 
@@ -127,17 +130,25 @@ class Mover:
             if dirty is not None and not record.removed:
                 record.touched(place, dirty)
 
-    def count_nvme(self, nbytes: int) -> None:
-        """A record of `nbytes` came to rest on NVMe, or (negative) went."""
+    def count(self, record: Record, sign: int) -> None:
+        """A record came (1) or went (-1)."""
         with self._count_lock:
-            self.nvme_nbytes += nbytes
+            if record.home is Place.NVME:
+                self.nvme_nbytes += sign * record.nbytes
+            elif record.home is Place.HOST:
+                self.fixed_nbytes += sign * self.arena.block_nbytes(record.nbytes)
+
+    def count_scratch(self, lease: Lease, sign: int) -> None:
+        """A lease of no record came (1) or went (-1)."""
+        with self._count_lock:
+            self.fixed_nbytes += sign * self.arena.block_nbytes(lease.nbytes)
 
     def wants_write_back(self, record: Record) -> bool:
         """Whether to write back now rather than when the memory is needed: when not all that rests on NVMe fits in memory."""
         if not record.dirty or record.pins:
             return False
         if record.home is Place.NVME:
-            return self.arena.capacity is not None and self.nvme_nbytes > self.arena.capacity
+            return self.arena.capacity is not None and self.nvme_nbytes + self.fixed_nbytes > self.arena.capacity
         return self.device.has_memory
 
     def close(self, timeout: float) -> None:
@@ -145,10 +156,10 @@ class Mover:
         self._closing = True
         self.arena.on_release = None
         if self.thread.is_alive():
-            self._call(self._shut)
+            self.call(self._shut)
             self.thread.join(timeout)
 
-    def _call(self, function: Callable[..., None], *args: object) -> None:
+    def call(self, function: Callable[..., None], *args: object) -> None:
         try:
             self.loop.call_soon_threadsafe(function, *args)
         except RuntimeError:  # the loop is closed: nobody waits any more
@@ -175,6 +186,8 @@ class Mover:
         for sleeper in sleepers:
             if not sleeper.done():
                 sleeper.set_result(None)
+        for prefetcher in self.prefetchers:
+            prefetcher.pump()
 
     def _released(self, record: Record) -> None:
         if self.wants_write_back(record):
@@ -197,7 +210,11 @@ class Mover:
                 self._wake()
 
         self._active += 1
-        task = self.loop.create_task(settle())
+        self.start(settle())
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Run beside, on the loop."""
+        task = self.loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -235,7 +252,7 @@ class Mover:
             else:
                 ended.set_exception(error)
 
-        start(lambda error: self._call(finish, error))
+        start(lambda error: self.call(finish, error))
         await self._moving(ended)
 
     async def _landed(self, event: Event) -> None:
@@ -245,8 +262,13 @@ class Mover:
 
         await self._moving(poll())
 
-    async def bring(self, record: Record, place: Place, *, owner: object, demand: bool, pin: bool) -> bool:
+    async def bring(
+        self, record: Record, place: Place, *, owner: object, demand: bool, pin: bool, on_room: Callable[[], object] | None = None
+    ) -> bool:
         """Make the copy in `place` current. False when a prefetch found no room.
+
+        Args:
+            on_room: called when it has the memory in `place`.
 
         Raises:
             StorageError: the read failed; the record is as before.
@@ -255,7 +277,8 @@ class Mover:
         async with self._waits(owner if demand else None), record.busy:
             if record.removed:
                 raise KeyError(f"{record.key!r} was deleted meanwhile")
-            brought = record.current[place] or await (self._to_host if place is Place.HOST else self._to_device)(record, owner, demand)
+            to_place = self._to_host if place is Place.HOST else self._to_device
+            brought = record.current[place] or await to_place(record, owner, demand, on_room)
             if brought:
                 with record.lock:
                     record.last_use = next(self.clock)
@@ -267,13 +290,15 @@ class Mover:
         self._wake()
         return brought
 
-    async def _to_host(self, record: Record, owner: object, demand: bool) -> bool:
+    async def _to_host(self, record: Record, owner: object, demand: bool, on_room: Callable[[], object] | None = None) -> bool:
         lease = record.host
         if lease is None:
             taken = await self._space(Place.HOST, record.key, record.nbytes, owner=owner, demand=demand)
             if not isinstance(taken, Lease):
                 return False
             lease = taken
+        if on_room is not None:
+            on_room()
         try:
             if record.current[Place.DEVICE] and record.device is not None:
                 await self._download(record, record.device, lease)
@@ -286,7 +311,8 @@ class Mover:
         with record.lock:
             record.host = lease
             record.current[Place.HOST] = True
-        self._resident[0].add(record)
+        if record.home is not Place.HOST:
+            self._resident[0].add(record)
         return True
 
     async def _read(self, record: Record, lease: Lease, priority: int) -> None:
@@ -295,10 +321,10 @@ class Mover:
             if stored:
                 self.counters["bytes_read"] += await self._io(self.io.read, record, lease, slice(0, stored), priority)
                 self._event("read", record)
-            if record.nbytes > stored:  # never written: zeros
+            if record.nbytes > stored and not record.overwritten:  # never written: zeros
                 ctypes.memset(lease.tensor.data_ptr() + stored, 0, record.nbytes - stored)
 
-    async def _to_device(self, record: Record, owner: object, demand: bool) -> bool:
+    async def _to_device(self, record: Record, owner: object, demand: bool, on_room: Callable[[], object] | None = None) -> bool:
         if not record.current[Place.HOST] and not await self._to_host(record, owner, demand):
             return False
         with record.lock:  # keep the host copy while we wait for room above
@@ -310,6 +336,8 @@ class Mover:
                 if not isinstance(taken, DeviceCopy):
                     return False
                 copy = taken
+            if on_room is not None:
+                on_room()
             self._upload(record, copy)
         finally:
             with record.lock:
@@ -326,7 +354,8 @@ class Mover:
         with record.lock:
             record.device = copy
             record.current[Place.DEVICE] = True
-        self._resident[1].add(record)
+        if record.home is not Place.DEVICE:
+            self._resident[1].add(record)
 
     async def _download(self, record: Record, copy: DeviceCopy, lease: Lease) -> None:
         while True:
@@ -432,14 +461,14 @@ class Mover:
         self.device_nbytes += nbytes
         return DeviceCopy(self.device.empty(nbytes))
 
-    def _capacity(self, place: Place) -> int | None:
+    def capacity(self, place: Place) -> int | None:
         return self.arena.capacity if place is Place.HOST else self.device_capacity
 
-    def _cost(self, place: Place, nbytes: int) -> int:
+    def cost(self, place: Place, nbytes: int) -> int:
         return self.arena.block_nbytes(nbytes) if place is Place.HOST else nbytes
 
     async def _space(self, place: Place, name: str, nbytes: int, *, owner: object, demand: bool) -> Lease | DeviceCopy | None:
-        cost, capacity = self._cost(place, nbytes), self._capacity(place)
+        cost, capacity = self.cost(place, nbytes), self.capacity(place)
         if capacity is not None and cost > capacity:
             raise self._over_budget(place, name, cost)
         deadline = time.monotonic() + self.timeout_s
@@ -452,10 +481,10 @@ class Mover:
                     raise ClosedError("the swap manager was closed while this was pending")
                 woken: asyncio.Future[None] = self.loop.create_future()
                 self._sleepers.append(woken)  # before looking: a release in between must not be missed
-                taken = self._take(place, name, nbytes) if demand or self._has_spare(place, cost) else None
+                taken = self._take(place, name, nbytes) if demand or self.has_spare(place, cost) else None
                 if taken is not None:
                     return taken
-                if self._reclaim(place, cost, self.records.get(name), demand):
+                if self.reclaim(place, cost, self.records.get(name), demand):
                     continue
                 hope = self._active > 0 or (demand and self._others_hold(owner))
                 if not hope and (landing := self._next_upload()) is not None:
@@ -501,65 +530,63 @@ class Mover:
                 return event
         return None
 
-    def _has_spare(self, place: Place, cost: int) -> bool:
+    def has_spare(self, place: Place, cost: int) -> bool:
         """Whether a prefetch may take `cost` bytes: what is about to be demanded (`headroom`) must stay free."""
-        capacity = self.arena.capacity
-        return place is Place.DEVICE or capacity is None or self.arena.leased_nbytes + cost + self.headroom <= capacity
+        capacity = self.capacity(place)
+        used = self.device_nbytes if place is Place.DEVICE else self.arena.leased_nbytes + self.headroom
+        return capacity is None or used + cost <= capacity
 
-    def _reclaim(self, place: Place, cost: int, wanted: Record | None, demand: bool) -> bool:
-        """Drop unused copies, what is expected last first, until `cost` bytes came back; write back dirty ones if that is not enough.
+    def reclaim(self, place: Place, cost: int, wanted: Record | None, demand: bool) -> bool:
+        """Until `cost` bytes came back or will: drop unused copies, what is expected last first, and write back dirty ones.
 
-        For a prefetch, only what is expected later than itself, or what was used since it was prefetched.
+        A dirty copy that is expected later is waited for rather than that a clean one goes which must be read again sooner. For a prefetch,
+        only what is expected later than itself goes, or what was used since it was prefetched.
         """
-        freed = 0
-        waiting_for = 0
+        freed = coming = 0
         order = sorted(self._resident[place - 1], key=lambda r: r.distance, reverse=True)
         if not demand and wanted is not None:
             known = wanted.next_use is not None
             order = [r for r in order if (r.distance > wanted.distance if known else not r.prefetched)]
         for record in order:
-            if freed >= cost:
+            if freed + coming >= cost:
                 break
-            freed += self._drop(record, place)
-        if freed:
-            return True
-        for record in order:
-            if waiting_for >= cost or record.home is place:
-                continue
+            dropped = self._drop(record, place)
+            freed += dropped
             copy = record.host if place is Place.HOST else record.device
-            if copy is None or record.pinned(place) or not record.current[place] or not record.dirty or copy.held():
+            if dropped or copy is None or record.pinned(place) or not record.current[place] or not record.dirty or copy.held():
                 continue
-            if not record.busy.locked() and record.error is None:
-                self._settle_soon(record)
-            waiting_for += self._cost(place, record.nbytes)
-        return False
+            if record.error is None:
+                if not record.busy.locked():
+                    self._settle_soon(record)
+                coming += self.cost(place, record.nbytes)
+        return freed > 0
 
     def _others_hold(self, owner: object) -> bool:
         """Whether somebody holds memory who is not himself waiting for some: he will let go without our help."""
         owners = itertools.chain(
             (o for o, _ in list(self.scratch.values())),
-            (o for r in self._resident[0] | self._resident[1] for _, o in tuple(r.pins)),
+            (o for r in list(self.records.values()) if r.pins for _, o in tuple(r.pins)),
         )
         return any(o is not self and o != owner and o not in self._waiting for o in owners)
 
     def _fixed(self, place: Place) -> list[tuple[str, int]]:
         """What cannot go: (name and reason, bytes)."""
         fixed: list[tuple[str, int]] = []
-        for record in self._resident[place - 1]:
+        for record in list(self.records.values()):
             copy = record.host if place is Place.HOST else record.device
             if copy is None:
                 continue
             why = "in use" if record.pinned(place) else "a view is held" if copy.held() else "rests here" if record.home is place else ""
             if why:
-                fixed.append((f"{record.key} ({why})", self._cost(place, record.nbytes)))
+                fixed.append((f"{record.key} ({why})", self.cost(place, record.nbytes)))
         if place is Place.HOST:
-            known = {r.host.name for r in self._resident[0] if r.host is not None}
-            fixed += [(name, self._cost(place, nbytes)) for name, nbytes, _ in self.arena.live() if name not in known]
+            known = {r.host.name for r in list(self.records.values()) if r.host is not None}
+            fixed += [(name, self.cost(place, nbytes)) for name, nbytes, _ in self.arena.live() if name not in known]
         return fixed
 
     def _over_budget(self, place: Place, name: str, cost: int) -> BudgetError:
         fixed = self._fixed(place)
-        total, capacity = sum(n for _, n in fixed), self._capacity(place) or 0
+        total, capacity = sum(n for _, n in fixed), self.capacity(place) or 0
         setting = "host_memory" if place is Place.HOST else "device_memory"
         held = ", ".join(f"{n} {format_nbytes(b)}" for n, b in sorted(fixed, key=lambda x: -x[1])[:8])
         return BudgetError(
@@ -576,7 +603,21 @@ class Mover:
         if not isinstance(lease, Lease):
             raise RuntimeError("a demand returned without memory")
         self.scratch[id(lease)] = (owner, lease)
+        self.count_scratch(lease, 1)
         return lease
+
+    async def discard(self, record: Record) -> None:
+        """Forget the bytes: the record is zeros again, in no memory. Nothing happens while it is in use."""
+        async with record.busy:
+            with record.lock:
+                if record.removed or record.pins:
+                    return
+                record.reset()
+                host, record.host = record.host, None
+            self._resident[0].discard(record)
+            if host is not None:
+                host.release()
+        self._wake()
 
     async def evict(self, records: Iterable[Record], owner: object) -> None:
         """Write back if dirty and drop the copies away from home; those in use stay."""
@@ -637,9 +678,9 @@ class Mover:
                 record.removed = True
                 if self.records.get(record.key) is record:
                     del self.records[record.key]
-                host, record.host, record.device = record.host, None, None
+                host, device, record.host, record.device = record.host, record.device, None, None
                 record.current = [False, False, False]
-            if record in self._resident[1]:
+            if device is not None:
                 self.device_nbytes -= record.nbytes
             for resident in self._resident:
                 resident.discard(record)
@@ -647,7 +688,7 @@ class Mover:
                 host.release()
             if record.extent is not None:
                 self.storage.free(record.extent)
-                self.count_nvme(-record.nbytes)
+            self.count(record, -1)
         self._wake()
 
     def pending(self) -> str:

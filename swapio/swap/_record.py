@@ -127,7 +127,8 @@ class Record:
 
     __slots__ = (
         "busy", "changed", "content_nbytes", "current", "device", "error", "extent", "generation", "home", "host", "key",
-        "last_use", "lock", "movement", "nbytes", "next_use", "pins", "prefetched", "removed", "since", "spec", "stored_nbytes",
+        "last_use", "lock", "movement", "nbytes", "next_use", "overwritten", "pins",
+        "prefetched", "removed", "since", "spec", "stored_nbytes",
     )  # fmt: skip
 
     def __init__(self, key: str, nbytes: int, home: Place, spec: TensorSpec, extent: Extent | None, busy: Any) -> None:
@@ -149,6 +150,7 @@ class Record:
         self.generation = 0
         self.last_use = 0
         self.next_use: int | None = None  # when it is expected again, on the clock of whoever knows
+        self.overwritten = False  # bytes that were never stored need not be zeros: who uses it writes first
         self.prefetched = False  # brought ahead of its use, not used yet
         self.removed = False
         self.error: BaseException | None = None  # why the last write-back failed
@@ -189,6 +191,13 @@ class Record:
 
     def pinned(self, place: Place) -> bool:
         return any(p is place for p, _ in self.pins)
+
+    def reset(self) -> None:
+        """All bytes are zeros, as at first. Call under `lock`, without pins."""
+        self.current = [True, False, False]
+        self.generation += 1
+        self.content_nbytes, self.stored_nbytes = self.nbytes, 0
+        self.changed = self.error = self.next_use = None
 
     def touched(self, place: Place, span: slice) -> None:
         """The bytes `span` of the copy in `place` were changed: it alone is current. Call under `lock`."""

@@ -19,12 +19,14 @@ from ._full import (
 from ._gathered import GatheredParameters, register_external_parameter, unregister_external_parameter
 from ._init import Init
 from ._layout import UnitLayout, UnitSpec, find_units
+from ._norms import Gradients
 from ._partition import Partition
+from ._plan import Kept, Movable, resident_set
 from ._portable import PortableState, Portion
 from ._quiet import uninterrupted
 from ._ranks import Ranks
 from ._snapshot import Snapshot
-from ._step import CHUNK_NUMEL, ChunkedStep, Gradients, chunk_layouts
+from ._step import CHUNK_NUMEL, ChunkedStep, StepTiming, chunk_layouts
 from ._unit import Unit
 from ._units import UnitSet
 from ._world import world
@@ -36,11 +38,14 @@ __all__ = [
     "GatheredParameters",
     "Gradients",
     "Init",
+    "Kept",
+    "Movable",
     "Partition",
     "PortableState",
     "Portion",
     "Ranks",
     "Snapshot",
+    "StepTiming",
     "Unit",
     "UnitLayout",
     "UnitSet",
@@ -51,6 +56,7 @@ __all__ = [
     "give_back",
     "managed",
     "register_external_parameter",
+    "resident_set",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",

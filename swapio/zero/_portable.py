@@ -72,12 +72,14 @@ class PortableState:
         self._release(0)
 
     def settle(self) -> None:
-        """Take over what the user wrote into weights.
+        """Make updates that are due, and take over what the user wrote into weights.
 
         Raises:
             UsageError: he wrote what he may not.
         """
         self._zero.close_windows()
+        if self._zero.stepper is not None:
+            self._zero.stepper.apply_all_due()
         for unit in self._zero.units:
             unit.settle()
 

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import enum
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
 import torch
 
 from ..errors import UsageError
-from ..optim import ChunkLayout, ChunkStepper, Group, OptimizerSpec, StepRange, chunk_layout, first_nonfinite, merge_
+from ..optim import ChunkLayout, ChunkStepper, Group, OptimizerSpec, StepRange, chunk_layout, merge_
 from ..swap import Place, Record
-from ._layout import ALIGN_NUMEL, Slot, UnitLayout
+from ._grads import GradBuffer
+from ._layout import ALIGN_NUMEL, UnitLayout
+from ._norms import Gradients, look_at, measure
 from ._partition import Partition, Piece
 from ._quiet import quiet
 from ._unit import Unit
 from ._units import UnitSet
 
-__all__ = ["CHUNK_NUMEL", "Chunk", "ChunkedStep", "Gradients", "chunk_layouts"]
+__all__ = ["CHUNK_NUMEL", "Chunk", "ChunkedStep", "StepTiming", "chunk_layouts"]
 
 CHUNK_NUMEL = 1 << 20
 """Elements whose state moves in one piece: 10 MiB with a split master and two moments."""
 
 
-_NORM_NUMEL = 1 << 22  # elements of which an fp32 copy is made at once
+_CANNOT_SKIP = (
+    'the gradient of {!r} is not finite. With optimizer_step="in_backward" other weights have been stepped already, so this step cannot be '
+    'skipped: load a checkpoint, and use "in_forward", which skips such steps'
+)
 
 
 def chunk_layouts(
@@ -36,17 +42,37 @@ def chunk_layouts(
                 yield piece, start, chunk_layout(spec, min(chunk_numel, piece.stop - start), dtype)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Gradients:
-    """What all ranks know of the gradients of a step, before it is made.
+class StepTiming(enum.Enum):
+    """When the weights of a unit are stepped."""
+
+    AT_STEP = "all units in `step()`"
+    IN_FORWARD = "`step()` fixes what happens; it happens when the unit is needed next, with its state fetched while backward runs"
+    IN_BACKWARD = "as soon as the unit's last gradient arrives: gradients never pile up, and a step cannot be taken back"
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Update:
+    """What one step does to a unit.
 
     Attributes:
-        norm: over all parameters, as they are: of the sum over ranks, times the loss scale.
-        bad: the first parameter with a gradient that is not finite, of those that forbid a step.
+        groups: hyper-parameters, as they were in `step`.
+        scale, factor: as in `ChunkStepper.step`.
+        numbers: of this update of each parameter, from 1; 0: it had no gradient.
+        grads: the unit's; None where the sums over ranks are used.
+        num_done: chunks that were stepped.
     """
 
-    norm: torch.Tensor  # fp32 []
-    bad: str | None
+    groups: Sequence[Group]
+    scale: float | None
+    factor: float | None
+    numbers: list[int]
+    grads: GradBuffer | None
+    num_done: int = 0
+
+    @property
+    def indices(self) -> list[int]:
+        """The parameters that are changed."""
+        return [i for i, number in enumerate(self.numbers) if number]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -74,11 +100,26 @@ class ChunkedStep:
 
     Args:
         home: where the state rests.
+        timing: when a unit is stepped.
+        live_groups: the param groups as they are now, for steps in backward.
         chunk_numel: elements per chunk.
     """
 
-    def __init__(self, zero: UnitSet, spec: OptimizerSpec, *, home: Place, chunk_numel: int = CHUNK_NUMEL) -> None:
+    def __init__(
+        self,
+        zero: UnitSet,
+        spec: OptimizerSpec,
+        *,
+        home: Place,
+        timing: StepTiming,
+        live_groups: Callable[[], Sequence[Group]],
+        chunk_numel: int = CHUNK_NUMEL,
+    ) -> None:
         self.zero = zero
+        self.timing = timing
+        self.live_groups = live_groups
+        self.due: dict[Unit, Update] = {}
+        self._stepped: set[Unit] = set()  # in this backward
         self.spec = spec
         self.home = home
         self.chunk_numel = chunk_numel
@@ -93,11 +134,16 @@ class ChunkedStep:
         ranks = self.zero.ranks
         return (unit.partition.pieces if self.zero.stage else Partition(unit.layout, 1).pieces * ranks.size)[ranks.rank]
 
-    def add_unit(self, unit: Unit) -> None:
-        """Reserve the state of a unit; it is zeros until the first step."""
+    def add_unit(self, unit: Unit, *, kept: Container[int] = ()) -> None:
+        """Reserve the state of a unit; it is zeros until the first step.
+
+        Args:
+            kept: chunks that stay in host memory instead of resting on NVMe.
+        """
         chunks = self.chunks[unit] = []
-        for piece, start, layout in chunk_layouts(unit.layout, self.pieces(unit), self.spec, self.chunk_numel):
-            record = self.zero.create(f"{unit.name}#{piece.segment}.{start}", layout.nbytes, self.home)
+        for number, (piece, start, layout) in enumerate(chunk_layouts(unit.layout, self.pieces(unit), self.spec, self.chunk_numel)):
+            home = Place.HOST if number in kept else self.home
+            record = self.zero.create(f"{unit.name}#{piece.segment}.{start}", layout.nbytes, home)
             itemsize = unit.layout.segments[piece.segment].dtype.itemsize
             offset = self.zero.record_offset(piece) + (start - piece.start) * itemsize
             chunks.append(Chunk(record, layout, piece.segment, start, offset, piece.sum_start + start - piece.start))
@@ -135,6 +181,7 @@ class ChunkedStep:
             field: one of the spec's, fp32; None: what makes masters of 16-bit weights: their lower halves, int16, or all of them, fp32.
             write: the values are going to be changed.
         """
+        self.apply_due(unit)
         for chunk in self.chunks[unit]:
             for begin, end, source in [p[1:] for p in _pieces(unit, chunk) if p[0] == index]:
                 with self.zero.pin(chunk.record, self.zero.step_place) as lease:
@@ -166,58 +213,19 @@ class ChunkedStep:
         return sum(record.nbytes for record in self.records())
 
     def gradients(self, *, any_dtype: bool = False) -> Gradients:
-        """Sum the gradients over ranks, and look at them. All ranks call it together.
+        """See `look_at`.
 
-        The norm is that of the norms of the parameters, as in `torch.nn.utils.clip_grad_norm_`.
-
-        Args:
-            any_dtype: a gradient that is not finite is bad for fp32 weights too.
+        Raises:
+            UsageError: the step must be skipped, but units have been stepped in backward.
         """
-        zero = self.zero
-        with quiet():
-            zero.grads_landed()
-            if zero.sums is not None:
-                zero.send_grads()
-                zero.sums.finish()
-            squares: list[float] = []
-            norms: list[torch.Tensor] = []
-            for unit in zero.units:
-                for slot in unit.layout.slots:
-                    parts = list(self._flat_grads(unit, slot))
-                    norms.append(_norm(parts))
-                    squares.append(float(norms[-1]) ** 2)
-            if not zero.ranks.alone:
-                gathered = zero.ranks.all_gather(torch.tensor(squares, dtype=torch.float64), what="the norm of the gradients")
-                norms = [n.float() for n in torch.stack(gathered).sum(0).sqrt()]
-            norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-            return Gradients(norm, None if bool(norm.isfinite()) else self._first_bad(any_dtype))
+        found = look_at(self.zero, any_dtype=any_dtype)
+        if found.bad is not None and self.timing is StepTiming.IN_BACKWARD:
+            raise UsageError(_CANNOT_SKIP.format(found.bad))
+        return found
 
-    def _first_bad(self, any_dtype: bool) -> str | None:
-        """The same on all ranks."""
-        zero = self.zero
-        slots = [(unit, slot) for unit in zero.units for slot in unit.layout.slots]
-        bad = len(slots)
-        for number, (unit, slot) in enumerate(slots):
-            if (any_dtype or slot.dtype is not torch.float32) and any(first_nonfinite(p) is not None for p in self._flat_grads(unit, slot)):
-                bad = number
-                break
-        told = zero.ranks.all_gather(torch.tensor([bad]), what="which gradient is not finite")
-        bad = min(int(t) for t in told)
-        return slots[bad][0].names[slots[bad][1].index] if bad < len(slots) else None
-
-    def _flat_grads(self, unit: Unit, slot: Slot) -> Iterator[torch.Tensor]:
-        """The gradient of a parameter, or this rank's slices of its sum."""
-        if not slot.trained or not unit.has_grad[slot.index] or not slot.span:
-            return
-        if self.zero.sums is None:
-            if unit.grads is not None:
-                yield unit.grads.tensor[unit.layout.grad_bytes(slot)].view(unit.layout.segments[slot.segment].grad_dtype)
-            return
-        total = self.zero.sums.total(unit)
-        for piece in unit.partition.pieces[self.zero.ranks.rank]:
-            if piece.trained and (found := piece.overlap(slot)) is not None:
-                first, last = found
-                yield total[piece.sum_start + first - piece.start : piece.sum_start + last - piece.start]
+    def measure(self, unit: Unit) -> None:
+        """See `_norms.measure`."""
+        measure(unit)
 
     def check(self) -> None:
         """
@@ -232,64 +240,146 @@ class ChunkedStep:
     def step(self, groups: Sequence[Group], *, scale: float = 1.0, factor: float = 1.0) -> None:
         """Update every parameter that has a gradient, as the live `groups` say, and drop the gradients. After `gradients`.
 
+        `in_forward`, an update is put off until its unit is needed next; what it does is fixed now.
+
         Args:
             scale: gradients are divided by it: the loss scale, times the number of ranks.
             factor: and multiplied by it, to clip them.
         """
         zero = self.zero
         zero.detach_idle()  # their memory is needed for staging
-        zero.grads_landed()
+        zero.shut_grads()
         zero.leave_room_for_gradients(stepping=True)
+        groups = [dict(group) for group in groups]  # as they are now
         try:
-            self._step_units(groups, scale, factor)
+            with quiet():
+                for unit in list(self.due):
+                    self.apply_due(unit)
+                work = [u for u in zero.units if any(u.has_grad)]  # the same on all ranks
+                if zero.schedule is not None and self.timing is not StepTiming.IN_FORWARD:
+                    zero.schedule.announce((use for u in work for use in self.uses(u)), last=True)
+                for unit in work:
+                    update = self._update(unit, groups, scale, factor)
+                    if self.timing is StepTiming.IN_FORWARD and unit.lease is None:
+                        unit.record_changed(update.indices)
+                        self.due[unit] = update
+                    else:
+                        self._make(unit, update)
+                        unit.record_changed(update.indices)
+                for unit in zero.units:
+                    unit.norms = [None] * len(unit.params)
+                self._stepped.clear()
         finally:
             zero.leave_room_for_gradients()
 
-    def _step_units(self, groups: Sequence[Group], scale: float, factor: float) -> None:
-        zero = self.zero
-        with quiet():
-            work = [u for u in zero.units if any(u.has_grad)]  # the same on all ranks
-            if zero.schedule is not None:
-                zero.schedule.announce([(r, zero.step_place) for u in work for r in (u.record, *(c.record for c in self.chunks[u]))])
-            for unit in work:
-                self._step_unit(unit, groups, scale, factor)
-                unit.drop_grads()
-            if zero.schedule is not None:
-                zero.schedule.end_turn()
+    def uses(self, unit: Unit) -> Iterator[tuple[Record, Place]]:
+        """What an update of a unit uses, in order."""
+        spilled = [unit.spill] if unit.spill is not None else []
+        return ((record, self.zero.step_place) for record in (unit.record, *spilled, *(c.record for c in self.chunks[unit])))
 
-    def _step_unit(self, unit: Unit, groups: Sequence[Group], scale: float, factor: float) -> None:
-        zero = self.zero
+    def grads_complete(self, unit: Unit) -> None:
+        """All gradients of a unit came in this backward, on the only rank: step it now if that is when, else let them rest."""
+        if self.timing is not StepTiming.IN_BACKWARD or not self.zero.last_micro_batch:
+            unit.shut_grads()
+            return
+        self.zero.grads_landed()
+        self.measure(unit)
+        for name, norm, slot in zip(unit.names, unit.norms, unit.layout.slots, strict=True):
+            if norm is not None and norm.bad and slot.dtype is not torch.float32:
+                raise UsageError(_CANNOT_SKIP.format(name))
+        norms = unit.norms
+        update = self._update(unit, [dict(group) for group in self.live_groups()], 1.0, 1.0)
+        if self.zero.schedule is not None:
+            self.zero.schedule.announce(use for use in self.uses(unit) if use[0] is not unit.record)
+        self._make(unit, update)
+        unit.record_changed(update.indices)
+        unit.norms = norms
+        self._stepped.add(unit)
+
+    def check_can_add(self, unit: Unit, index: int) -> None:
+        """
+        Raises:
+            UsageError: the gradient comes after its update.
+        """
+        if unit in self._stepped:
+            raise UsageError(
+                f"a gradient of {unit.names[index]!r} came after its unit was stepped: it comes in parts (a weight used in several "
+                'checkpointed regions, several backward passes per step). With optimizer_step="in_backward" each unit gets all its '
+                'gradients in the last backward before step(): use "in_forward", and load a checkpoint, since the first part was stepped'
+            )
+
+    def apply_due(self, unit: Unit) -> None:
+        """Make the update that was put off, if there is one."""
+        update = self.due.get(unit)
+        if update is not None:
+            if self.zero.schedule is not None:
+                self.zero.schedule.announce(self.uses(unit))
+            with quiet():
+                self._make(unit, update)
+            del self.due[unit]
+
+    def apply_all_due(self) -> None:
+        """Before anybody looks at all weights or state."""
+        with self.zero.lock:
+            for unit in list(self.due):
+                self.apply_due(unit)
+
+    def forget_due(self) -> None:
+        """At the end."""
+        for unit, update in self.due.items():
+            if update.grads is not None and not self.zero.manager.closed:
+                self.zero.drop_grads(unit, update.grads)
+        self.due.clear()
+
+    def _update(self, unit: Unit, groups: Sequence[Group], scale: float, factor: float) -> Update:
+        """Fix what happens to a unit, and take its gradients."""
         unit.publish_writes()
-        stepped = [i for i, has in enumerate(unit.has_grad) if has]
+        grads, has_grad = unit.take_grads()
         counts = self.num_updates[unit]
-        for index in stepped:
-            counts[index] += 1
+        for index, has in enumerate(has_grad):
+            counts[index] += has
+        numbers = [count if has else 0 for count, has in zip(counts, has_grad, strict=True)]
+        return Update(groups, None if scale == 1 else scale, None if factor == 1 else factor, numbers, grads)
+
+    def _make(self, unit: Unit, update: Update) -> None:
+        """Step a unit; where that failed before, go on after the chunks that were stepped."""
+        zero = self.zero
         if zero.sums is not None and not zero.stage:
-            self._share_sums(unit)
-        self._used(unit.record)
+            self._share_sums(unit, update)
+        zero.note(unit.record, zero.step_place)
         with zero.pin(unit.record, zero.step_place) as weights:
-            for chunk in self.chunks[unit]:
-                ranges = list(self._ranges(unit, chunk, groups))
-                stale = [p for p in _pieces(unit, chunk) if p[0] in unit.stale_masters] if chunk.layout.head_nbytes else []
-                self._used(chunk.record)
-                if not ranges and not stale:
-                    continue
-                with zero.pin(chunk.record, zero.step_place) as lease:
-                    zero.changing(unit, chunk)
-                    views = chunk.layout.views(lease.raw)
-                    for _, begin, end, _ in stale:
-                        views.adopt_weights(chunk.weights(unit, weights.raw), start=begin, stop=end)
-                    self._stepper.step(
-                        chunk.weights(unit, weights.raw), self._grads(unit, chunk), views, ranges,
-                        grad_scale=None if scale == 1 else scale, grad_factor=None if factor == 1 else factor,
-                    )  # fmt: skip
-                    del views
-                    lease.mark_dirty()
+            if update.num_done == 0 and update.grads is not None:
+                update.grads.tensor  # noqa: B018  (bring them)
+            for chunk in self.chunks[unit][update.num_done :]:
+                self._step_chunk(unit, chunk, weights.raw, update)
+                update.num_done += 1
             if zero.stage in (1, 2):
                 self._share_weights(unit, weights.raw)
             weights.mark_dirty(span=self._stepped_bytes(unit))
         unit.stale_masters.clear()
-        unit.record_changed(stepped)
+        if update.grads is not None:
+            zero.drop_grads(unit, update.grads)
+            update.grads = None
+
+    def _step_chunk(self, unit: Unit, chunk: Chunk, weights: torch.Tensor, update: Update) -> None:
+        zero = self.zero
+        ranges = list(self._ranges(unit, chunk, update))
+        stale = [p for p in _pieces(unit, chunk) if p[0] in unit.stale_masters] if chunk.layout.head_nbytes else []
+        zero.note(chunk.record, zero.step_place)
+        if not ranges and not stale:
+            return
+        with zero.pin(chunk.record, zero.step_place) as lease:
+            zero.changing(unit, chunk)
+            views = chunk.layout.views(lease.raw)
+            for _, begin, end, _ in stale:
+                views.adopt_weights(chunk.weights(unit, weights), start=begin, stop=end)
+            if ranges:
+                self._stepper.step(
+                    chunk.weights(unit, weights), self._grads(unit, chunk, update), views, ranges,
+                    grad_scale=update.scale, grad_factor=update.factor,
+                )  # fmt: skip
+            del views
+            lease.mark_dirty()
 
     def _stepped_bytes(self, unit: Unit) -> slice:
         """Around all trained weights in the unit's record: frozen ones beside them need not be written back."""
@@ -300,30 +390,27 @@ class ChunkedStep:
             spans = [(p.offset, p.nbytes) for owned in unit.partition.pieces for p in owned if p.trained]
         return slice(min((first for first, _ in spans), default=0), max((first + nbytes for first, nbytes in spans), default=0))
 
-    def _used(self, record: Record) -> None:
-        if self.zero.schedule is not None:
-            self.zero.schedule.used(record, self.zero.step_place)
-
-    def _ranges(self, unit: Unit, chunk: Chunk, groups: Sequence[Group]) -> Iterator[StepRange]:
+    def _ranges(self, unit: Unit, chunk: Chunk, update: Update) -> Iterator[StepRange]:
         for index, begin, end, _ in _pieces(unit, chunk):
             group = unit.groups[index]
-            if unit.has_grad[index] and group is not None:
+            if update.numbers[index] and group is not None:
                 padded = min(-(-end // ALIGN_NUMEL) * ALIGN_NUMEL, chunk.layout.numel)
-                yield StepRange(begin, padded, groups[group], self.num_updates[unit][index])
+                yield StepRange(begin, padded, update.groups[group], update.numbers[index])
 
-    def _share_sums(self, unit: Unit) -> None:
+    def _share_sums(self, unit: Unit, update: Update) -> None:
         """Put the sums of all ranks into the gradient buffer of each (stage 0)."""
         zero = self.zero
         if zero.sums is None:
             raise RuntimeError("one rank has no sums")
-        if unit.grads is None:
-            unit.grads = zero.grad_lease(unit)
+        if update.grads is None:
+            update.grads = zero.grad_buffer(unit)
+        buffer = update.grads.tensor
         for rank, pieces in enumerate(unit.partition.pieces):
             for piece in pieces:
                 if not piece.trained:
                     continue
                 begin = unit.layout.segments[piece.segment].grad_offset + 4 * piece.start
-                target = unit.grads.tensor[begin : begin + 4 * (piece.stop - piece.start)]
+                target = buffer[begin : begin + 4 * (piece.stop - piece.start)]
                 if rank == zero.ranks.rank:
                     host = zero.sums.total(unit)[piece.sum_start : piece.sum_start + piece.stop - piece.start]
                 else:
@@ -342,17 +429,17 @@ class ChunkedStep:
                     if host is not part:
                         part.copy_(host)
 
-    def _grads(self, unit: Unit, chunk: Chunk) -> torch.Tensor:
+    def _grads(self, unit: Unit, chunk: Chunk, update: Update) -> torch.Tensor:
         zero = self.zero
         if zero.sums is not None and zero.stage:
             total = zero.sums.total(unit)[chunk.sum_start : chunk.sum_start + chunk.layout.numel]
             return total if zero.step_place is Place.HOST else total.to(zero.manager.device.torch_device)
-        if unit.grads is None:
+        if update.grads is None:
             raise RuntimeError(f"{unit.name!r} has no gradients")
         segment = unit.layout.segments[chunk.segment]
         itemsize = segment.grad_dtype.itemsize
         begin = segment.grad_offset + chunk.start * itemsize
-        return unit.grads.tensor[begin : begin + chunk.layout.numel * itemsize].view(segment.grad_dtype)
+        return update.grads.tensor[begin : begin + chunk.layout.numel * itemsize].view(segment.grad_dtype)
 
 
 def _pieces(unit: Unit, chunk: Chunk) -> Iterator[tuple[int, int, int, int]]:
@@ -363,12 +450,3 @@ def _pieces(unit: Unit, chunk: Chunk) -> Iterator[tuple[int, int, int, int]]:
             begin, end = max(slot.start, chunk.start), min(slot.start + slot.span, stop)
             if begin < end:
                 yield slot.index, begin - chunk.start, end - chunk.start, begin - slot.start
-
-
-def _norm(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of all parts together, fp32; of one fp32 part exactly as PyTorch computes it."""
-    if len(parts) == 1 and (parts[0].dtype is torch.float32 or parts[0].numel() <= _NORM_NUMEL):
-        norm: torch.Tensor = torch.linalg.vector_norm(parts[0].float())
-        return norm.cpu()
-    squares = [float(torch.linalg.vector_norm(block.float())) ** 2 for part in parts for block in part.split(_NORM_NUMEL)]
-    return torch.tensor(sum(squares) ** 0.5, dtype=torch.float32)

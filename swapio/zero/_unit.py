@@ -15,7 +15,6 @@ import xxhash
 from torch import nn
 
 from ..errors import UsageError
-from ..memory import Lease
 from ..spec import round_up
 from ..swap import Place, Record, RecordLease
 from ._away import AwayParameter, WindowParameter, forget, manage, placeholder, raw_grad, set_raw_grad
@@ -26,7 +25,9 @@ from ._quiet import quiet, uninterrupted
 from ._saved import WeightHandle
 
 if TYPE_CHECKING:
-    from ._units import DeviceGrads, UnitSet
+    from ._grads import GradBuffer
+    from ._norms import GradNorm
+    from ._units import UnitSet
 
 __all__ = ["Unit"]
 
@@ -61,8 +62,12 @@ class Unit:
         self.lease: RecordLease | GatheredLease | None = None  # pinned and shown by the parameters
         self.pins = 0  # windows and ops that need it now
         self.stale_masters: set[int] = set()  # parameters the user wrote: their master is the weight itself
-        self.grads: Lease | DeviceGrads | None = None
+        self.grads: GradBuffer | None = None
+        self.spill: Record | None = None  # where gradients rest between times
+        self.keeps_grads = False  # they stay in host memory until a step
         self.has_grad = [False] * len(self.params)
+        self.came = [False] * len(self.params)  # a gradient came since the buffer was last shut
+        self.norms: list[GradNorm | None] = [None] * len(self.params)  # of gradients that were looked at before the step
         self.contributed = [False] * len(self.params)  # a gradient was sent to the ranks that sum it
         self._detach_bumps = 0
         self._versions: list[int] = []
@@ -100,6 +105,7 @@ class Unit:
         self.zero.check_open()
         with quiet():
             self.zero.make_room(self)
+            self.apply_due()
             adopted = [(i, self._adopt(i)) for i in self._foreign(placeholder_is_ours=True)]
             lease = self.zero.bring(self)
             raw = lease.raw
@@ -115,6 +121,11 @@ class Unit:
             self._show(raw)
             self.lease = lease
             self.zero.attached(self)
+
+    def apply_due(self) -> None:
+        """Before anybody looks at the weights or their state: make the update that the last step has put off."""
+        if self.zero.stepper is not None:
+            self.zero.stepper.apply_due(self)
 
     def _show(self, raw: torch.Tensor) -> None:
         for slot, param in zip(self.layout.slots, self.params, strict=True):
@@ -231,7 +242,7 @@ class Unit:
                 self._hashes[index] = self.digest(index)
 
     def record_changed(self, indices: Sequence[int]) -> None:
-        """The weights of these parameters were changed in the unit's record: whoever holds a view must see them."""
+        """The weights of these parameters were changed in the record, or will be when it comes: whoever holds a view must see them."""
         if self.lease is None:
             with quiet():
                 for index in indices:
@@ -311,18 +322,23 @@ class Unit:
                 )
             with self.zero.lock, quiet():
                 self.add_grad(index, grad)
-                self.zero.grad_arrived(self)
+                self.came[index] = True
+                if all(came or not slot.trained for came, slot in zip(self.came, self.layout.slots, strict=True)):
+                    self.zero.grads_complete(self)
 
     def add_grad(self, index: int, grad: torch.Tensor) -> None:
         if grad.layout is not torch.strided:
             raise UsageError(f"{self.names[index]!r} has a {grad.layout} gradient; use dense gradients (for an embedding: sparse=False)")
-        view = self._grad_view(index)
+        if self.zero.stepper is not None:
+            self.zero.stepper.check_can_add(self, index)
+        view = self._grad_view(index, write=True)
         self.zero.store_grad(view, grad, add=self.has_grad[index])
         self.has_grad[index] = True
 
-    def _grad_view(self, index: int) -> torch.Tensor:
+    def _grad_view(self, index: int, *, write: bool) -> torch.Tensor:
         if self.grads is None:
-            self.grads = self.zero.grad_lease(self)
+            self.apply_due()
+            self.grads = self.zero.grad_buffer(self)
             for each in self.layout.slots:  # what lies between parameters is stepped with them
                 if each.trained:
                     end = self.layout.grad_bytes(each).stop
@@ -330,7 +346,25 @@ class Unit:
                     self.grads.tensor[end : end + (round_up(each.span, ALIGN_NUMEL) - each.span) * itemsize].zero_()
         slot = self.layout.slots[index]
         flat = self.grads.tensor[self.layout.grad_bytes(slot)].view(self.layout.segments[slot.segment].grad_dtype)
+        if write:
+            self.grads.written()
+            self.norms[index] = None
         return flat.as_strided(slot.shape, slot.stride)
+
+    def keep_grads_on_nvme(self) -> None:
+        """Reserve a place where gradients rest between times."""
+        self.spill = self.zero.create(f"gradients of {self.name}", self.layout.grad_nbytes, Place.NVME)
+        self.spill.overwritten = True
+        self.keeps_grads = False
+
+    def shut_grads(self) -> None:
+        """Nobody adds to the gradients now; those that have a place on the drive may go there."""
+        self.came = [False] * len(self.params)
+        if self.grads is not None and self.spill is not None:
+            self.zero.grads_landed()
+            if self.grads.here and self.zero.last_micro_batch and self.zero.stepper is not None:
+                self.zero.stepper.measure(self)  # while they are here
+            self.grads.shut()
 
     def zero_missing_grads(self) -> None:
         """Make the gradient buffer zeros where no gradient came."""
@@ -338,6 +372,7 @@ class Unit:
             for slot in self.layout.slots:
                 if slot.trained and not self.has_grad[slot.index]:
                     self.grads.tensor[self.layout.grad_bytes(slot)].zero_()
+                    self.grads.written()
 
     def get_grad(self, index: int) -> torch.Tensor | None:
         """`.grad` as the user sees it: a view of the gradient buffer (a copy of it where that lies on another device)."""
@@ -350,7 +385,7 @@ class Unit:
                     )
                 return raw_grad(self.params[index])
             self.zero.grads_landed()
-            return self._grad_view(index).to(self.device, self.layout.slots[index].dtype)
+            return self._grad_view(index, write=True).to(self.device, self.layout.slots[index].dtype)
 
     def set_grad(self, index: int, value: torch.Tensor | None) -> None:
         with self.zero.lock, quiet():
@@ -377,11 +412,18 @@ class Unit:
             self.has_grad[index] = False
             self.add_grad(index, value)
 
+    def take_grads(self) -> tuple[GradBuffer | None, list[bool]]:
+        """The gradients, and which parameters have one; the unit has none afterwards, and whoever has them drops them."""
+        taken = self.grads, self.has_grad
+        self.grads = None
+        self.has_grad, self.came = [False] * len(self.params), [False] * len(self.params)
+        self.norms = [None] * len(self.params)
+        return taken
+
     def drop_grads(self) -> None:
-        if self.grads is not None:
-            self.zero.end_grads(self.grads)
-            self.grads = None
-        self.has_grad = [False] * len(self.params)
+        grads, _ = self.take_grads()
+        if grads is not None:
+            self.zero.drop_grads(self, grads)
         if self.zero.plain_grads:
             for param in self.params:
                 set_raw_grad(param, None)

@@ -17,6 +17,7 @@ from ..errors import BudgetError, ClosedError, RankError, SwapioError
 from ..memory import Event, Lease
 from ..swap import Place, Record, RecordLease, SwapManager
 from ._gather import GatheredLease
+from ._grads import DeviceGrads, GradBuffer, LeasedGrads, SpilledGrads
 from ._hooks import add_window, load_together, remove_hooks, windows
 from ._partition import Piece
 from ._quiet import quiet, uninterrupted
@@ -30,17 +31,10 @@ if TYPE_CHECKING:
     from ._snapshot import Snapshot
     from ._step import Chunk, ChunkedStep
 
-__all__ = ["DeviceGrads", "UnitSet"]
+__all__ = ["UnitSet"]
 
 logger = logging.getLogger("swapio")
 _numbers = itertools.count(1)
-
-
-class DeviceGrads:
-    """A unit's gradients on the device, where the optimizer runs there."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor  # uint8 [grad_nbytes]
 
 
 class UnitSet:
@@ -93,7 +87,9 @@ class UnitSet:
         self._windows: list[tuple[Unit, int | None]] = []  # with the backward in which saved-tensor hooks were pushed
         self._handles: list[Any] = []
         self._landing: list[Event] = []
-        self._grads_nbytes = self._grads_coming = self._largest_grads = 0  # blocks of all units, of those without a buffer, the largest
+        self._grads_nbytes = self._grads_coming = 0  # blocks of what is kept until a step, and of what is not there yet
+        self._largest_grads = 0
+        self.last_micro_batch = True  # after this backward comes a step
         self._last: Unit | None = None
         self.schedule = None if keep_attached else Schedule(manager)
 
@@ -152,6 +148,8 @@ class UnitSet:
         with self._stepped:
             self.num_steps += 1
             self._stepped.notify_all()
+        if self.schedule is not None:
+            self.schedule.end_turn()
         self.refresh_views()
 
     def refresh_views(self) -> None:
@@ -161,10 +159,12 @@ class UnitSet:
                 if isinstance(unit.lease, GatheredLease):
                     unit.lease.refresh()
 
-    def grad_arrived(self, unit: Unit) -> None:
-        """A parameter's gradient came: when the unit's are all here, they go to the ranks that sum them."""
-        if self.partitions_grads and self.sync and all(h or not s.trained for h, s in zip(unit.has_grad, unit.layout.slots, strict=True)):
+    def grads_complete(self, unit: Unit) -> None:
+        """All gradients of a unit came: they go to the ranks that sum them, to the drive, or into the weights."""
+        if self.partitions_grads and self.sync:
             self._sums.put(unit)
+        elif self.stepper is not None and self.ranks.alone:
+            self.stepper.grads_complete(unit)
 
     def send_grads(self, *, but: Unit | None = None) -> None:
         """Send the gradients of units that got only some."""
@@ -174,9 +174,10 @@ class UnitSet:
 
     def backward_ended(self) -> None:
         """No more gradients will come from this backward."""
-        if self.partitions_grads and self.sync:
-            with self.lock, quiet():
+        with self.lock, quiet():
+            if self.partitions_grads and self.sync:
                 self.send_grads()
+            self.shut_grads()
 
     @contextlib.contextmanager
     def written_together(self) -> Iterator[None]:
@@ -223,6 +224,7 @@ class UnitSet:
             if patient:
                 raise
             self.detach_idle()  # whatever can go, before giving up
+            self.shut_grads()
             return self.manager.pin(record, self.manager.place(place), self)
 
     def make_room(self, wanted: Unit | None) -> None:
@@ -249,20 +251,25 @@ class UnitSet:
 
     def _note(self, unit: Unit) -> None:
         self._last = unit
+        self.note(unit.record, Place.DEVICE)
+
+    def note(self, record: Record, place: Place) -> None:
+        """A record is used in `place` now."""
         if self.schedule is not None:
-            self.schedule.used(unit.record, Place.DEVICE)
+            self.schedule.used(record, place)
 
     # --- gradients ---
 
     def leave_room_for_gradients(self, *, stepping: bool = False) -> None:
         """Keep prefetches from taking what gradients will need before the prefetched bytes are used.
 
-        In backward that is all gradients still to come; before, the largest; while the optimizer steps, nothing.
+        In backward that is all that is kept and still to come; before, the largest; while the optimizer steps, nothing.
         """
         if self.step_place is Place.DEVICE:
             return
         in_backward = self._grads_coming < self._grads_nbytes and not self.partitions_grads
-        self.manager.mover.headroom = 0 if stepping else self._grads_coming if in_backward else self._largest_grads
+        coming = max(self._grads_coming, self._largest_grads) if in_backward else self._largest_grads
+        self.manager.mover.headroom = 0 if stepping else coming
 
     def lease(self, name: str, nbytes: int) -> Lease:
         """Host memory inside the budget."""
@@ -270,12 +277,16 @@ class UnitSet:
             return self.manager.lease(name, nbytes, self)
         except BudgetError:
             self.detach_idle()
+            self.shut_grads()
             return self.manager.lease(name, nbytes, self)
 
-    def grad_lease(self, unit: Unit) -> Lease | DeviceGrads:
+    def grad_buffer(self, unit: Unit) -> GradBuffer:
+        """For the gradients of a unit that has none."""
         nbytes = unit.layout.grad_nbytes
         if self.step_place is Place.DEVICE:
-            return DeviceGrads(self.manager.device.empty(nbytes))
+            return DeviceGrads(self, nbytes)
+        if unit.spill is not None:
+            return SpilledGrads(self, unit.spill)
         name = f"gradients of {unit.name}"
         try:
             lease = self.lease(name, nbytes)
@@ -284,15 +295,31 @@ class UnitSet:
                 raise
             self.send_grads(but=unit)
             lease = self.lease(name, nbytes)
-        self._grads_coming -= self.manager.arena.block_nbytes(nbytes)
-        self.leave_room_for_gradients()
-        return lease
+        self._kept(unit, 1)
+        return LeasedGrads(self, lease)
 
-    def end_grads(self, grads: Lease | DeviceGrads) -> None:
+    def grad_buffers(self) -> Iterator[tuple[Unit, GradBuffer]]:
+        """Gradients that wait for a step, or for the update that it has put off."""
+        yield from ((unit, unit.grads) for unit in self.units if unit.grads is not None)
+        if self.stepper is not None:
+            yield from ((unit, update.grads) for unit, update in self.stepper.due.items() if update.grads is not None)
+
+    def drop_grads(self, unit: Unit, grads: GradBuffer) -> None:
+        """The gradients of a unit are not needed any more."""
         self.grads_landed()
-        if isinstance(grads, Lease):
-            self._grads_coming += self.manager.arena.block_nbytes(grads.nbytes)
-            self.manager.end_lease(grads)
+        if isinstance(grads, LeasedGrads):
+            self._kept(unit, -1)
+        grads.drop()
+
+    def _kept(self, unit: Unit, sign: int) -> None:
+        if unit.keeps_grads:
+            self._grads_coming -= sign * self.manager.arena.block_nbytes(unit.layout.grad_nbytes)
+            self.leave_room_for_gradients()
+
+    def shut_grads(self) -> None:
+        """Let gradients that nobody uses now go to the drive, where there is a place for them."""
+        for unit in self.units:
+            unit.shut_grads()
 
     def store_grad(self, view: torch.Tensor, grad: torch.Tensor, *, add: bool) -> None:
         """Copy or add a gradient into its place in the buffer."""
@@ -361,8 +388,9 @@ class UnitSet:
 
     def hook_gradients(self, unit: Unit) -> None:
         block = self.manager.arena.block_nbytes(unit.layout.grad_nbytes) if unit.layout.grad_nbytes else 0
-        self._grads_nbytes += block
-        self._grads_coming += block
+        if unit.keeps_grads:
+            self._grads_nbytes += block
+            self._grads_coming += block
         self._largest_grads = max(self._largest_grads, block)
         for index, param in enumerate(unit.params):
             if param.requires_grad and not (self.plain_grads and self.ranks.alone):
@@ -387,14 +415,20 @@ class UnitSet:
             self._handles.clear()
             for unit in self.units:
                 unit.drop_grads()
+            if self.schedule is not None:
+                self.schedule.close()
             try:
                 if restore:
+                    if self.stepper is not None:
+                        self.stepper.apply_all_due()
                     self._restore(value)
             except SwapioError as error:
                 logger.warning("the weights could not be given back to the module: %s", error)
             finally:
                 for unit in self.units:
                     unit.abandon()
+                if self.stepper is not None:
+                    self.stepper.forget_due()
                 with self._stepped:
                     self.closed = reason
                     self._stepped.notify_all()

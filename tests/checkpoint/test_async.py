@@ -44,14 +44,23 @@ def loaded(path: Path, directory: Path, **kwargs: Any) -> dict[str, torch.Tensor
         return snapshot(engine)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("places", [("none", "none"), ("nvme", "nvme")], ids="-".join)
+@pytest.mark.parametrize(
+    ("params", "state", "dtype", "timing"),
+    [
+        ("none", "none", "fp32", "at_step"),
+        ("none", "nvme", "fp16", "in_forward"),
+        ("cpu", "nvme", "fp16", "at_step"),
+        ("nvme", "nvme", "bf16", "in_forward"),
+        ("nvme", "nvme", "fp32", "in_backward"),
+        ("nvme", "none", "bf16", "in_backward"),
+    ],
+)
 @pytest.mark.parametrize("num_written", [0, 3, None])
 def test_it_is_of_the_step_at_which_it_was_asked_for(
-    tmp_path: Path, gate: Gate, places: tuple[str, str], dtype: str, num_written: int | None
+    tmp_path: Path, gate: Gate, params: str, state: str, dtype: str, timing: str, num_written: int | None
 ) -> None:
     """However much of it was written when the next step begins; and the steps are as without it."""
-    kwargs: dict[str, Any] = {"params": places[0], "state": places[1], "dtype": dtype}
+    kwargs: dict[str, Any] = {"params": params, "state": state, "dtype": dtype, "timing": timing}
     with engine_of(tmp_path, **kwargs) as engine:
         train(engine, 0, 2)
         want = snapshot(engine)

@@ -102,6 +102,16 @@ def test_files_that_are_short_missing_or_nonsense(tmp_path: Path) -> None:
         assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "a")
 
 
+def test_saved_and_loaded_and_saved_again(tmp_path: Path) -> None:
+    with engine_of(tmp_path, dtype="bf16") as engine:
+        train(engine, 0, 2)
+        engine.save_checkpoint(tmp_path, tag="a")
+        train(engine, 2, 3)
+        engine.load_checkpoint(tmp_path, "a")
+        engine.save_checkpoint(tmp_path, tag="b")
+    assert (tmp_path / "a" / "__0_0.distcp").read_bytes() == (tmp_path / "b" / "__0_0.distcp").read_bytes()
+
+
 def test_old_ones_are_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """But for what is not ours, not whole, not as it was saved, or named by `latest`."""
     with engine_of(tmp_path, params="none", state="none") as engine:

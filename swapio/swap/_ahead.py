@@ -1,0 +1,146 @@
+"""Prefetching along a known cyclic order of uses, as far ahead as the memory goes.
+
+[Note: As far as it fits] All that is used from now until the record that is brought must fit in the memory that prefetches may have: else
+something needed sooner would have to go for it. Within that, the earlier the better: the drive has no other use for its time. So
+bringing goes on whenever the user's position moves or memory comes back, without anybody asking.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..errors import SwapioError
+from ._record import Place, Record
+
+if TYPE_CHECKING:
+    from ._mover import Mover
+
+__all__ = ["Prefetcher"]
+
+_AHEAD_NBYTES = 64 << 20  # where no budget says how far, and two records at least
+
+
+class Prefetcher:
+    """Brings the records of one order ahead of their use. `move` may be called from any thread, all else runs on the mover's loop."""
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+        self._order: Sequence[tuple[Record, Place]] = ()
+        self._base = 0  # clock at the first of the order
+        self._position = 0  # the next use, on the clock
+        self._head = 0  # the next to look at
+        self._tail = 0  # the first that counts in the window
+        self._window: collections.Counter[Record] = collections.Counter()
+        self._nbytes = [0, 0, 0]  # of the window, by place
+        self._starting: dict[Record, Place] = {}  # on their way, without memory yet
+        self._scheduled = False
+        mover.call(mover.prefetchers.append, self)
+
+    def close(self) -> None:
+        """Bring nothing any more. Idempotent."""
+        self._mover.call(self._end)
+
+    def _end(self) -> None:
+        self._order = ()
+        if self in self._mover.prefetchers:
+            self._mover.prefetchers.remove(self)
+
+    def follow(self, order: Sequence[tuple[Record, Place]], base: int) -> None:
+        """From now on uses come in `order`, again and again, the first at `base` on the clock that `move` and `next_use` tell."""
+        self._mover.call(self._follow, order, base)
+
+    def _follow(self, order: Sequence[tuple[Record, Place]], base: int) -> None:
+        self._order, self._base = order, base
+        self._restart()
+        self.pump()
+
+    def _restart(self) -> None:
+        self._head = self._tail = self._position
+        self._window.clear()
+        self._nbytes = [0, 0, 0]
+
+    def move(self, position: int) -> None:
+        """The use at `position` on the clock is the next one."""
+        self._position = position
+        if not self._scheduled:
+            self._scheduled = True
+            self._mover.call(self._moved)
+
+    def _moved(self) -> None:
+        self._scheduled = False
+        self.pump()
+
+    def pump(self) -> None:
+        """Bring what fits."""
+        count = len(self._order)
+        if not count:
+            return
+        position = self._position
+        if position > self._head or position < self._tail:
+            self._restart()
+        while self._tail < position:
+            self._leave(*self._order[(self._tail - self._base) % count])
+            self._tail += 1
+        while self._head < position + count:
+            record, place = self._order[(self._head - self._base) % count]
+            if record not in self._window and record.home is not place:
+                if not self._fits(record, place):
+                    return
+                if record.next_use is None or record.next_use < position:
+                    record.next_use = self._head
+                if self._must_come(record, place):
+                    if not self._has_room(record, place):
+                        return  # strictly in order: what comes later must not take the memory
+                    self._bring(record, place)
+            self._enter(record, place)
+            self._head += 1
+
+    def _enter(self, record: Record, place: Place) -> None:
+        self._window[record] += 1
+        if self._window[record] == 1 and record.home is not place:
+            self._nbytes[place] += self._mover.cost(place, record.nbytes)
+
+    def _leave(self, record: Record, place: Place) -> None:
+        self._window[record] -= 1
+        if not self._window[record]:
+            del self._window[record]
+            if record.home is not place:
+                self._nbytes[place] -= self._mover.cost(place, record.nbytes)
+
+    def _fits(self, record: Record, place: Place) -> bool:
+        mover = self._mover
+        nbytes = self._nbytes[place] + mover.cost(place, record.nbytes)
+        capacity = mover.capacity(place)
+        if capacity is None:
+            return len(self._window) <= 2 or nbytes <= _AHEAD_NBYTES
+        return nbytes <= capacity - (mover.headroom + mover.fixed_nbytes if place is Place.HOST else 0)
+
+    def _must_come(self, record: Record, place: Place) -> bool:
+        if record.removed or record.current[place] or record.busy.locked() or record in self._starting:
+            return False
+        return record.stored_nbytes > 0 or not record.current[Place.NVME]  # else there is nothing to read
+
+    def _has_room(self, record: Record, place: Place) -> bool:
+        """Now, after what is needed later has gone."""
+        mover = self._mover
+        nbytes = sum(mover.cost(place, r.nbytes) for r, p in self._starting.items() if p is place) + mover.cost(place, record.nbytes)
+        return mover.has_spare(place, nbytes) or (mover.reclaim(place, nbytes, record, demand=False) and mover.has_spare(place, nbytes))
+
+    def _bring(self, record: Record, place: Place) -> None:
+        def got_room() -> None:
+            self._starting.pop(record, None)
+
+        async def bring() -> None:
+            try:
+                await self._mover.bring(
+                    record, place, owner=None, demand=False, pin=False, on_room=lambda: self._starting.pop(record, None)
+                )
+            except (SwapioError, KeyError):
+                pass  # who uses it meets the error himself
+            finally:
+                got_room()
+
+        self._starting[record] = place
+        self._mover.start(bring())
