@@ -4,8 +4,8 @@
     python bench/checkpoint.py --tiny                                         # seconds, for the tests
 
 Everything rests on the drive. Each part is measured alone, in one process: the peak of resident memory is reset before it (`clear_refs`),
-and what it is above the peak of a training step is the cost of the part. A copy is read and written in pieces of 4 MiB and synced, its source
-dropped from the page cache before. Everything is deleted at the end.
+and what it is above the peak of a training step is the cost of the part. A copy is read and written in pieces of 4 MiB and synced, its
+source dropped from the page cache before. Updates that the last step has put off are made before. Everything is deleted at the end.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def measure(args: argparse.Namespace, work: Path) -> tuple[list[Part], dict[str,
     corpus, shape = Corpus(), GPTConfig(256, args.seq, args.layers, args.dim, args.dim // 64)
     with swapio.zero.Init(config_dict_or_path=config):
         model = GPT(shape)
-    engine = swapio.initialize(model=model, config=config)[0]
+    engine: Any = swapio.initialize(model=model, config=config)[0]
 
     def step(number: int) -> float:
         loss = engine(*corpus.batch(number, seed=0, batch=args.batch, seq=args.seq))
@@ -114,6 +114,8 @@ def measure(args: argparse.Namespace, work: Path) -> tuple[list[Part], dict[str,
     saved, out = work / "saved", work / "out"
 
     def part(what: str, run: Callable[[], Any], folder: Path) -> None:
+        if engine.zero.closed is None:
+            engine.zero.stepper.apply_all_due()
         forget(folder) if folder.exists() else None
         seconds, peak = timed(run)
         parts.append(Part(what, seconds, nbytes_in(folder), peak - training))

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.futures import Future
 
 from ..errors import StorageError
+from ..memory import copy_to
 from ._boxes import Box, boxes
 
 __all__ = ["Stored", "Stretch"]
@@ -171,7 +172,7 @@ class _Reader(FileSystemReader):
                     content = self._slice_file(files[info.relative_path], info)
                     last = item.storage_index, torch.load(cast(Any, content), map_location="cpu", weights_only=True)
                 target = planner.resolve_tensor(item)
-                target.copy_(_narrow(last[1], item.storage_offsets, item.lengths))
+                copy_to(target, _narrow(last[1], item.storage_offsets, item.lengths))
                 planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)

@@ -54,7 +54,7 @@ class StretchWriter:
         """The values of a stretch, `[stop - start]` in host memory."""
         for box in stretch.boxes():
             stream = io.BytesIO()
-            torch.save(box.view(values, stretch.start).clone(memory_format=torch.contiguous_format), stream)
+            torch.save(_alone(box.view(values, stretch.start)), stream)
             self._append(_shard(stretch, box), stream)
 
     def write_objects(self, objects: Mapping[str, Any]) -> None:
@@ -95,6 +95,12 @@ class StretchWriter:
         return StorageError(
             "write", name=name, path=str(self._path), offset=offset, wanted=wanted, got=0, errno=code, why=os.strerror(code)
         )
+
+
+def _alone(part: torch.Tensor) -> torch.Tensor:
+    """A part of a tensor as a tensor of its own, for `torch.save` writes the whole storage; in the same memory if it can."""
+    part = part.contiguous()
+    return torch.from_numpy(part.view(-1).view(torch.uint8).numpy()).view(part.dtype).view(part.shape)
 
 
 def _shard(stretch: Stretch, box: Box) -> WriteItem:

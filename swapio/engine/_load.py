@@ -201,7 +201,9 @@ class _Loading:
             raise
 
     def _stretches(self) -> list[Stretch]:
-        found = [stretch(p, write=self.state) for p in self.state.kept() if p.name in self._loaded and self._is_stored(p)]
+        portions = [p for p in self.state.kept() if p.name in self._loaded and self._is_stored(p)]
+        self.state.expect(portions)
+        found = [stretch(p, write=self.state) for p in portions]
         return found + [buffer_stretch(n, b) for n, b in self._buffers.items() if n in self._loaded]
 
     def _is_stored(self, portion: Portion) -> bool:

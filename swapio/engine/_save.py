@@ -106,6 +106,7 @@ class Saving:
         """Write everything, and give the checkpoint its name."""
         try:
             with self._ranks.together(_WHAT), PortableState(self._zero) as state:
+                state.expect(self._portions)
                 for portion in self._portions:
                     self._write(portion, state.read(portion))
             self._finish()

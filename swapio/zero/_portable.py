@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
 import torch
 
+from ..memory import copy_to
 from ..optim import split_
-from ..swap import RecordLease
+from ..swap import Prefetcher, Record, RecordLease
 from ._layout import Slot
 from ._partition import Partition, Piece
 from ._quiet import quiet
@@ -64,12 +65,30 @@ class PortableState:
         self._patient = patient
         self._rank = zero.ranks.rank
         self._leases: list[RecordLease] = []  # of a unit, then of one of its chunks
+        self._prefetcher: Prefetcher | None = None
+        self._num_pinned = 0  # since `expect`
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._release(0)
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+
+    def expect(self, portions: Sequence[Portion]) -> None:
+        """These are going to be read or written, in order: bring them ahead."""
+        if self._zero.schedule is None:
+            return
+        order: list[Record] = []
+        pinned: list[Record] = []
+        for portion in portions:
+            wanted = _records(portion)
+            order += wanted[_num_same(pinned, wanted) :]
+            pinned = wanted
+        self._num_pinned = 0
+        self._prefetcher = self._zero.manager.prefetcher()
+        self._prefetcher.follow([(record, self._zero.step_place) for record in order], 0)
 
     def settle(self) -> None:
         """Make updates that are due, and take over what the user wrote into weights.
@@ -144,7 +163,7 @@ class PortableState:
             views, part = portion.chunk.layout.views(chunk.raw), slice(portion.begin, portion.begin + numel)
             if portion.field is not None:
                 return views.fields[portion.field][part].cpu()
-            if portion.slot.index in portion.unit.stale_masters:
+            if portion.slot.index in portion.unit.stale_masters or not portion.chunk.layout.head_nbytes:
                 return _weights(portion, weights).float().cpu()
             master = torch.empty(numel, device=chunk.raw.device)
             views.read_master(master, portion.chunk.weights(portion.unit, weights.raw), start=portion.begin)
@@ -158,13 +177,15 @@ class PortableState:
             if chunk is not None and portion.chunk is not None:
                 views = portion.chunk.layout.views(chunk.raw)
                 if portion.field is not None:
-                    views.fields[portion.field][portion.begin : portion.begin + values.numel()].copy_(values)
+                    copy_to(views.fields[portion.field][portion.begin : portion.begin + values.numel()], values)
+                elif not portion.chunk.layout.head_nbytes:
+                    copy_to(_weights(portion, weights), values)
                 else:
                     views.store_master(values, portion.chunk.weights(portion.unit, weights.raw), start=portion.begin)
             elif portion.slot.trained and portion.slot.dtype is torch.bfloat16:
                 split_(values, _weights(portion, weights), torch.empty(values.numel(), dtype=torch.int16, device=values.device))
             else:
-                _weights(portion, weights).copy_(values)
+                copy_to(_weights(portion, weights), values)
 
     def written(self, unit: Unit, indices: Iterable[int]) -> None:
         """All of these parameters' weights and masters were written."""
@@ -175,12 +196,13 @@ class PortableState:
             unit.record_changed(indices)
 
     def _pin(self, portion: Portion, *, dirty: bool) -> tuple[RecordLease, RecordLease | None]:
-        wanted = [portion.unit.record, *([portion.chunk.record] if portion.chunk is not None else [])]
-        same = 0
-        while same < min(len(wanted), len(self._leases)) and self._leases[same].record is wanted[same]:
-            same += 1
+        wanted = _records(portion)
+        same = _num_same([lease.record for lease in self._leases], wanted)
         self._release(same)
         for record in wanted[same:]:
+            self._num_pinned += 1
+            if self._prefetcher is not None:
+                self._prefetcher.move(self._num_pinned)
             self._leases.append(self._zero.pin(record, self._zero.step_place, patient=self._patient))
         if dirty:
             self._leases[0 if portion.field is None else 1].mark_dirty()
@@ -191,6 +213,15 @@ class PortableState:
     def _release(self, keep: int) -> None:
         while len(self._leases) > keep:
             self._leases.pop().release()
+
+
+def _records(portion: Portion) -> list[Record]:
+    return [portion.unit.record, *([portion.chunk.record] if portion.chunk is not None else [])]
+
+
+def _num_same(pinned: Sequence[Record], wanted: Sequence[Record]) -> int:
+    """How many of those that are pinned can stay."""
+    return next((i for i, (a, b) in enumerate(zip(pinned, wanted, strict=False)) if a is not b), min(len(pinned), len(wanted)))
 
 
 def _uncovered(first: int, last: int) -> Iterator[tuple[int, int, None]]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import BudgetError, UsageError
+from ..memory import copied
 from ._gather import GatheredLease
 from ._portable import PortableState, Portion
 from ._quiet import quiet
@@ -83,7 +84,7 @@ class Snapshot:
     def _hand_over(self, key: Key) -> None:
         with PortableState(self._zero) as state:
             for portion in self._left.pop(key, []):
-                values = state.read(portion).clone()
+                values = copied(state.read(portion))
                 while self._thread.is_alive():
                     with contextlib.suppress(queue.Full):
                         self._queue.put((portion, values), timeout=_PATIENCE_S)
@@ -173,7 +174,7 @@ class Snapshot:
             with quiet():
                 key[0].publish_writes()  # if there are any, this is not what was
             with PortableState(self._zero, patient=True) as state:
-                own = [(p, state.read(p).clone()) for p in self._left.get(key, [])]
+                own = [(p, copied(state.read(p))) for p in self._left.get(key, [])]
         except BudgetError:
             return
         self._left.pop(key, None)
