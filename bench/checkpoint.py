@@ -138,7 +138,6 @@ def measure(args: argparse.Namespace, work: Path) -> tuple[list[Part], dict[str,
         engine.wait_for_checkpoint()
 
     part("save, training", save_meanwhile, saved)
-    parts[-1].copy_s = copy(saved / "b", work / "copy")
     engine.abandon()
     part("export", lambda: export(saved, out), out)
     parts[-1].copy_s = copy(out, work / "copy")

@@ -152,7 +152,7 @@ class _Model:
     """
 
     def __init__(self, path: Path) -> None:
-        verify(path)
+        verify(path, but="optimizer.")  # which is not needed
         self._stored = Stored(path)
         objects = self._stored.get(ENGINE)
         self._known: dict[str, dict[str, Any]] = objects["entries"]

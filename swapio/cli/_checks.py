@@ -54,7 +54,7 @@ def check_backend(opened: Opened) -> Check:
     if opened.choice is None:
         code = opened.error.errno if opened.error is not None else None
         is_there = code == errno.ENOENT and isinstance(opened.error, StorageError)  # /proc says so of new files
-        advice = _UNUSABLE[code] if code in _UNUSABLE and not is_there else f"no file can be made there: mend that, {_ELSEWHERE}"
+        advice = _UNUSABLE[code] if code in _UNUSABLE and not is_there else f"find out why no file can be made there, {_ELSEWHERE}"
         return Check("backend", Status.BROKEN, f"{opened.path} cannot be used: {opened.error}", advice)
     found = f"{opened.choice.backend}: {opened.choice.reason}"
     if opened.choice.backend == "direct":

@@ -118,8 +118,6 @@ _NOT_YET: dict[str, tuple[tuple[Any, ...], str]] = {
     "checkpoint.parallel_write": (({"pipeline_stage": False},), _NO_CHECKPOINTS),
     "checkpoint.checkpoint_serialization": ((True,), _NO_CHECKPOINTS),
     "checkpoint.writer": ((), _NO_CHECKPOINTS),
-    "bf16.bf16_optimizer_states": ((False,), "optimizer states are fp32"),
-    "swapio.optimizer_state_dtype": (("fp32",), "optimizer states are fp32"),
 }
 """Values that are taken so far, and what to use instead of others."""
 
@@ -132,6 +130,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "data_types.buffer_dtype": ((), "buffers have the dtype of the weights"),
     "data_types.keep_in_fp32_modules": ((), "bf16 and fp16 hold for all modules"),
     "bf16.bf16_master_weights_and_grads": ((False,), "masters are fp32: 16-bit ones lose small updates"),
+    "bf16.bf16_optimizer_states": ((False,), 'use swapio.optimizer_state_dtype: "bf16"'),
     "fp16.fp16_master_weights_and_grads": ((False,), "masters are fp32: 16-bit ones lose small updates"),
     "wandb": (_SWITCH, _SERVICE),
     "comet": (_SWITCH, _SERVICE),

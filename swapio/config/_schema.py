@@ -188,6 +188,10 @@ class OwnConfig(Section):
         min_length=1,
         description="file written by `swapio tune`: values for what is not given of the section aio and of backend",
     )
+    optimizer_state_dtype: Literal["fp32", "bf16", "int8"] = Field(
+        default="fp32",
+        description="what the optimizer's state is stored as, in 4, 2 or 1 bytes each; it is computed in fp32 and rounded stochastically",
+    )
     optimizer_step: Literal["auto", "in_forward", "in_backward", "at_step"] = Field(
         default="auto",
         description="when the optimizer runs: in_forward puts each unit's update off until it is needed; in_backward makes it when its "

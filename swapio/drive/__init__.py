@@ -1,6 +1,7 @@
 """What a drive gives: the bench, the search for the best setting, and what it means for training."""
 
 from ._bench import QUICK, STANDARD, TINY, Plan, best_setting, config_block, run_bench
+from ._fio import fio_run, fio_version
 from ._forecast import Forecast, forecast
 from ._tune import Search, run_tune
 from ._workload import ACTIONS, DriveFile, Sample, Setting, measure
@@ -18,6 +19,8 @@ __all__ = [
     "Setting",
     "best_setting",
     "config_block",
+    "fio_run",
+    "fio_version",
     "forecast",
     "measure",
     "run_bench",

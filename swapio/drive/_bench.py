@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import math
 import os
 import random
 import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import psutil
 
 from ..errors import ConfigError, UsageError
 from ..io import FILE_BACKENDS, aligned_buffer, filesystem_of
@@ -52,7 +55,8 @@ class Plan:
         checksum_repeats: pairs with and without checksums.
         sustained_nbytes: written in one go, 0 leaves it out.
         num_processes: at once on one drive; 1 leaves it out.
-        limit_s: when to stop repeating; one round over everything is always done.
+        limit_s: seconds; each part has a share of it, gets fewer rounds or none when that is used up, and `notes` says so. One round over
+            the grid is always done, with fewer bytes on a slow drive.
     """
 
     file_nbytes: int
@@ -73,8 +77,11 @@ class Plan:
 STANDARD = Plan(
     GiB, 256 * MiB, (256 * KiB, MiB, 4 * MiB, 16 * MiB), (1, 2, 4, 8, 16), (4,), 3, ((256 * KiB, 8), (MiB, 8)), 7, 512 * MiB, 5, 8 * GiB, 2
 )
-QUICK = Plan(256 * MiB, 64 * MiB, (MiB, 4 * MiB), (4, 8), (4,), 3, (), 3, 128 * MiB, 3, 0, 2, limit_s=20)
+# of the 30 s of `--quick`, the imports and the picture take the rest on a busy machine
+QUICK = Plan(128 * MiB, 64 * MiB, (MiB, 4 * MiB), (4, 8), (4,), 3, (), 3, 128 * MiB, 3, 0, 2, limit_s=13)
 TINY = Plan(8 * MiB, 2 * MiB, (64 * KiB, 256 * KiB), (1, 2), (2,), 2, (), 2, 4 * MiB, 2, 8 * MiB, 2)
+
+_GRID_SHARE, _FIO_SHARE, _CHECKSUM_SHARE = 0.4, 0.65, 0.8  # of a plan's time, until which a part may go on
 
 _FIRST_NBYTES = 2 * 10**9  # of a sustained write; many drives take about so much into a faster part
 _CHUNK_NBYTES = 256 * MiB
@@ -93,7 +100,9 @@ class _Run:
         self.read = 0
         self.total = 0  # bytes that the whole run moves
         self.cut: list[str] = []
+        self.point_nbytes = plan.point_nbytes
         self._start = time.monotonic()
+        self._import_s = time.time() - psutil.Process().create_time()  # what a process takes to start here, now
         self._progress = progress
         self._content = aligned_buffer(max(*plan.blocks, MiB), os.urandom(MiB))
         self.fio = fio_version() if plan.fio_repeats else None
@@ -134,7 +143,7 @@ class _Run:
     @property
     def _share(self) -> int:
         """Bytes of the file of each of several processes, and of what each moves."""
-        return min(self.plan.file_nbytes, self.plan.point_nbytes)
+        return min(self.plan.file_nbytes, self.point_nbytes)
 
     # doing it ------------------------------------------------------------------------------------------------------------
 
@@ -143,29 +152,43 @@ class _Run:
         self.written += written
         self._progress(self.read + self.written, self.total, what)
 
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._start
+
     def fill(self) -> None:
         for kind, file in self.files.items():
             self.count(0, file.fill(self._content), f"filling the file of {kind}")
+        per_s = self.written / max(self.elapsed_s, 1e-9)
+        affordable = self.plan.limit_s * _GRID_SHARE * per_s / (len(ACTIONS) * len(self.settings))
+        while self.point_nbytes > max(affordable, 2 * max(self.plan.blocks)):
+            self.point_nbytes //= 2
+        if self.point_nbytes < self.plan.point_nbytes:
+            now, then = format_nbytes(self.point_nbytes), format_nbytes(self.plan.point_nbytes)
+            self.cut.append(f"{now} instead of {then} per point, for time")
 
     def take(self, setting: Setting, action: str, nbytes: int, file: DriveFile | None = None) -> Sample:
         sample = measure(file or self.files[setting.backend], setting, action, nbytes=nbytes, content=self._content)
         self.count(sample.read_nbytes, sample.written_nbytes, f"{action}: {setting}")
         return sample
 
-    def rounds(self, num: int, what: str, *, share: float) -> Iterator[int]:
-        """The numbers of the rounds, at least one, as long as this part's share of the time lasts."""
+    def rounds(self, num: int, what: str, *, share: float, least: int = 0) -> Iterator[int]:
+        """The numbers of the rounds, as long as another one like the last fits this part's share of the time."""
+        last_s = 0.0
         for i in range(num):
-            if i and time.monotonic() - self._start > share * self.plan.limit_s:
-                self.cut.append(f"{what}: {i} of {num} rounds, for time")
+            begin = self.elapsed_s
+            if i >= least and begin + last_s > share * self.plan.limit_s:
+                self.cut.append(f"{what}: {f'{i} of {num} rounds' if i else 'left out'}, for time")
                 return
             yield i
+            last_s = self.elapsed_s - begin
 
     def grid(self) -> list[dict[str, Any]]:
         order = random.Random(0)
-        for _ in self.rounds(self.plan.repeats, "grid", share=0.5):
+        for _ in self.rounds(self.plan.repeats, "grid", share=_GRID_SHARE, least=1):
             points = [(s, action) for s in self.settings for action in ACTIONS]
             order.shuffle(points)
-            self.samples += [self.take(s, action, self.plan.point_nbytes) for s, action in points]
+            self.samples += [self.take(s, action, self.point_nbytes) for s, action in points]
         rows = []
         for setting in self.settings:
             for action in ACTIONS:
@@ -191,7 +214,7 @@ class _Run:
                 ours: list[float] = []
                 theirs: list[float] = []
                 idle_s = 0.0  # fio's, until it begins: a drive that saves up bursts while idle must have had as long for ours
-                for i in self.rounds(self.plan.fio_repeats, f"fio, {action}", share=0.7):
+                for i in self.rounds(self.plan.fio_repeats, f"fio, {action}", share=_FIO_SHARE):
                     for who in ("ours", "fio") if i % 2 else ("fio", "ours"):
                         if who == "ours":
                             time.sleep(idle_s)
@@ -202,6 +225,8 @@ class _Run:
                             idle_s = max(time.monotonic() - begin - seconds, 0.0)
                             theirs.append((read + written) / seconds)
                             self.count(read, written, f"{action}: fio, {setting}")
+                if not ours:
+                    continue
                 low, high = ratio_interval(ours, theirs)
                 rows.append(
                     dataclasses.asdict(setting)
@@ -212,14 +237,16 @@ class _Run:
 
     def compare_checksums(self, best: Setting) -> list[dict[str, Any]]:
         rows = []
-        with DriveFile(self.directory, backend=best.backend, nbytes=self.plan.point_nbytes, checksums=True) as checked:
+        with DriveFile(self.directory, backend=best.backend, nbytes=self.point_nbytes, checksums=True) as checked:
             self.count(0, checked.fill(self._content), "filling the file with checksums")
             files = {"off": self.files[best.backend], "on": checked}
             for action in ("write", "read"):
                 kept: dict[str, list[Sample]] = {"off": [], "on": []}
-                for i in self.rounds(self.plan.checksum_repeats, f"checksums, {action}", share=0.8):
+                for i in self.rounds(self.plan.checksum_repeats, f"checksums, {action}", share=_CHECKSUM_SHARE):
                     for how in ("off", "on") if i % 2 else ("on", "off"):
-                        kept[how].append(self.take(best, action, self.plan.point_nbytes, files[how]))
+                        kept[how].append(self.take(best, action, self.point_nbytes, files[how]))
+                if not kept["on"]:
+                    continue
                 speeds = {how: spread([s.bytes_per_s for s in samples]) for how, samples in kept.items()}
                 ratio = speeds["on"]["median_bytes_per_s"] / speeds["off"]["median_bytes_per_s"]
                 cpu = {f"cpu_cores_{how}": statistics.median(s.cpu_cores for s in samples) for how, samples in kept.items()}
@@ -242,7 +269,10 @@ class _Run:
             "ratio": speeds[1] / speeds[0], "chunks_bytes_per_s": [s.bytes_per_s for s in samples],
         }  # fmt: skip
 
-    def processes(self, best: Setting) -> dict[str, Any]:
+    def processes(self, best: Setting) -> dict[str, Any] | None:
+        if self.elapsed_s + self.plan.num_processes * self._import_s > self.plan.limit_s:
+            self.cut.append(f"{self.plan.num_processes} processes at once: left out, for time")
+            return None
         several = measure_processes(
             self.directory, best, [*ACTIONS, *ACTIONS], num_processes=self.plan.num_processes, file_nbytes=self._share, nbytes=self._share
         )
@@ -327,10 +357,19 @@ def run_bench(
 def check_directory(directory: str | os.PathLike[str]) -> None:
     """
     Raises:
-        ConfigError: it does not exist. One that was made would be on the drive of its parent, which nobody asked about.
+        ConfigError: no file can be made there. A directory that was made would be on the drive of its parent, which nobody asked about.
     """
-    if not os.path.isdir(directory):
-        raise ConfigError(f"{os.fspath(directory)}: there is no such directory; is the drive mounted? Give one that exists", key="path")
+    path = os.fspath(directory)
+    if not os.path.isdir(path):
+        wrong = "is that a file" if os.path.exists(path) else "there is no such directory; is the drive mounted"
+        raise ConfigError(f"{path}: {wrong}? Give a directory that exists", key="path", value=path)
+    try:
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        why = os.strerror(error.errno or errno.EIO)
+        raise ConfigError(
+            f"{path}: no file can be made there ({why}); give a directory on a local drive that you may write to", key="path", value=path
+        ) from error
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

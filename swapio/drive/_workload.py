@@ -1,4 +1,4 @@
-"""Moving blocks the way the store does it, with a clock beside: one action, one setting, a fixed number of bytes."""
+"""Moving bytes the way the store does it, with a clock beside: one action, one setting, a fixed number of bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import queue
-import threading
 import time
 from collections.abc import Iterator
 from types import TracebackType
@@ -25,12 +24,14 @@ READ_SHARE = 14 / 26
 """Of the bytes that an optimizer step moves with 16-bit weights and fp32 AdamW: 14 of 26 are read."""
 
 _TIMEOUT_S = 120.0
-_AHEAD = 4  # blocks that wait for a thread, so that none waits for work
+_TRANSFER_NBYTES = 1 << 20
+_NUM_PARTS = 16  # at least, of what one measurement moves
+_AHEAD = 2  # transfers beyond those that fill the depth, so that no thread waits for work
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Setting:
-    """How bytes are moved: the backend, bytes of one transfer, and how many are in flight, one thread each."""
+    """How bytes are moved: the backend, bytes of one block, and how many blocks are in flight, one thread each."""
 
     backend: str
     block_nbytes: int
@@ -141,31 +142,32 @@ class _Timed(WrapperStorage):
         super().__init__(inner)
         self.seconds: list[float] = []
 
-    def read(self, offset: int, buffer: memoryview, *, name: str) -> None:
+    def move(self, action: str, offset: int, buffer: memoryview, *, name: str) -> None:
         start = time.perf_counter()
-        self.inner.read(offset, buffer, name=name)
-        self.seconds.append(time.perf_counter() - start)
-
-    def write(self, offset: int, buffer: memoryview, *, name: str) -> None:
-        start = time.perf_counter()
-        self.inner.write(offset, buffer, name=name)
+        self.inner.move(action, offset, buffer, name=name)
         self.seconds.append(time.perf_counter() - start)
 
 
-def blocks(action: str, extent: Extent, block_nbytes: int, nbytes: int) -> Iterator[tuple[str, int]]:
-    """Action and offset of each block: reads and writes each go through the file in order; in a mix the reads are ahead."""
-    places = extent.nbytes // block_nbytes
+def transfer_nbytes(block_nbytes: int, nbytes: int) -> int:
+    """Bytes that are handed over at once when `nbytes` are moved: several blocks, as the store does, but parts that can be mixed."""
+    return max(min(_TRANSFER_NBYTES, nbytes // _NUM_PARTS) // block_nbytes, 1) * block_nbytes
+
+
+def transfers(action: str, extent: Extent, nbytes_each: int, nbytes: int) -> Iterator[tuple[str, int]]:
+    """Action and offset of each transfer: reads and writes each go through the file in order; in a mix the reads are ahead."""
+    places = extent.nbytes // nbytes_each
     count = {"read": 0, "write": 0}
-    for i in range(1, max(nbytes // block_nbytes, 1) + 1):
+    for i in range(1, max(nbytes // nbytes_each, 1) + 1):
         kind = action if action != "mix" else "read" if count["read"] < round(i * READ_SHARE) else "write"
-        yield kind, extent.offset + count[kind] % places * block_nbytes
+        yield kind, extent.offset + count[kind] % places * nbytes_each
         count[kind] += 1
 
 
 def written_nbytes(action: str, block_nbytes: int, nbytes: int) -> int:
     """How many of the bytes that `measure` moves are written."""
-    num_blocks = max(nbytes // block_nbytes, 1)
-    return block_nbytes * {"read": 0, "write": num_blocks, "mix": num_blocks - round(num_blocks * READ_SHARE)}[action]
+    each = transfer_nbytes(block_nbytes, nbytes)
+    num = max(nbytes // each, 1)
+    return each * {"read": 0, "write": num, "mix": num - round(num * READ_SHARE)}[action]
 
 
 def measure(file: DriveFile, setting: Setting, action: str, *, nbytes: int, content: memoryview) -> Sample:
@@ -187,43 +189,40 @@ def measure(file: DriveFile, setting: Setting, action: str, *, nbytes: int, cont
             drop_cache(fd)
         cached = cached_nbytes(fd, storage.end)
     timed = _Timed(storage)
-    free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-    arena = aligned_buffer((setting.queue_depth + _AHEAD) * setting.block_nbytes)
+    each = transfer_nbytes(setting.block_nbytes, nbytes)
+    num_slots = -(-setting.queue_depth * setting.block_nbytes // each) + _AHEAD
+    arena = aligned_buffer(num_slots * each)
     np.frombuffer(arena, np.uint8)[::4096] = 1  # so that no page fault is timed
-    for start in range(0, arena.nbytes, setting.block_nbytes):
-        free.put(arena[start : start + setting.block_nbytes])
-    source = content[: setting.block_nbytes]
-    errors: list[BaseException] = []
-    slots = threading.Semaphore(setting.queue_depth + _AHEAD)
+    source = aligned_buffer(each, bytes(content[: setting.block_nbytes]))
+    free: queue.SimpleQueue[tuple[BaseException | None, memoryview]] = queue.SimpleQueue()
+    for start in range(0, arena.nbytes, each):
+        free.put((None, arena[start : start + each]))
     moved = {"read": 0, "write": 0}
 
-    def take_slot() -> None:
-        if not slots.acquire(timeout=_TIMEOUT_S):
+    def take_slot() -> memoryview:
+        try:
+            error, buffer = free.get(timeout=_TIMEOUT_S)
+        except queue.Empty:
             why = f"nothing has moved for {_TIMEOUT_S:.0f} s"
-            raise StorageError(action, name="test file", path=storage.path, offset=0, wanted=nbytes, got=sum(moved.values()), why=why)
+            raise StorageError(
+                action, name="test file", path=storage.path, offset=0, wanted=nbytes, got=sum(moved.values()), why=why
+            ) from None
+        if error is not None:
+            raise error
+        return buffer
 
     with IOThreads(timed, block_nbytes=setting.block_nbytes, queue_depth=setting.queue_depth) as threads:
         cpu, begin = time.process_time(), time.perf_counter()
-        for kind, offset in blocks(action, file.extent, setting.block_nbytes, nbytes):
-            take_slot()
-            if errors:
-                slots.release()
-                break
-            buffer = free.get() if kind == "read" else source
+        for kind, offset in transfers(action, file.extent, each, nbytes):
+            buffer = take_slot()
 
-            def done(error: BaseException | None, buffer: memoryview = buffer, kind: str = kind) -> None:
-                if error is not None:
-                    errors.append(error)
-                if kind == "read":
-                    free.put(buffer)
-                slots.release()
+            def done(error: BaseException | None, buffer: memoryview = buffer) -> None:
+                free.put((error, buffer))
 
-            getattr(threads, kind)(offset, buffer, name="test file", priority=0, done=done)
-            moved[kind] += setting.block_nbytes
-        for _ in range(setting.queue_depth + _AHEAD):
+            getattr(threads, kind)(offset, buffer if kind == "read" else source, name="test file", priority=0, done=done)
+            moved[kind] += each
+        for _ in range(num_slots):
             take_slot()
-        if errors:
-            raise errors[0]
         if buffered and action != "read":
             storage.sync()
         seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu

@@ -106,8 +106,9 @@ class HostPlan:
         else:
             gradients = 0 if passes else sum(self._grads)
         sums = sum(s.block_nbytes(4 * part.sum_numel[s.rank]) for part in parts if part.sum_numel[s.rank]) if several else 0
-        chunks = [s.block_nbytes(chunk.nbytes) for unit in self._chunks for _, _, chunk in unit]
         weights_stay, state_stays = s.on_host(s.param_home), s.on_host(s.state_home)
+        moving = [chunk if s.state_home is Place.NVME else chunk.whole for unit in self._chunks for _, _, chunk in unit]
+        chunks = [s.block_nbytes(chunk.nbytes) for chunk in moving]
         at_once = [
             (0 if weights_stay else w) + (g if passes and s.step_place is Place.HOST else 0)
             for w, g in zip(whole, self._grads, strict=True)
@@ -135,7 +136,7 @@ class HostPlan:
 
     def _resident_cost(self, chunk: ChunkLayout) -> int:
         """Of state that stays, which has whole masters."""
-        return self._setting.block_nbytes(chunk.nbytes + (2 * chunk.numel if chunk.split else 0))
+        return self._setting.block_nbytes(chunk.whole.nbytes)
 
     def resident(self, budget: int | None) -> set[Kept]:
         """What of that which rests on NVMe stays in host memory."""

@@ -122,6 +122,7 @@ def _optimizer_state(engine: Engine, state: PortableState) -> dict[str, Any] | N
     counts = engine._stepper.num_updates
     return {
         "fields": list(state.fields),
+        "state_dtype": engine._stepper.spec.state_dtype,
         "groups": [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups],
         "num_updates": {name: counts[unit][slot.index] for unit, slot, name in state.params() if slot.trained},
     }

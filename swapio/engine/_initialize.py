@@ -15,7 +15,7 @@ from ..activation import configure
 from ..config import SwapioConfig, load_config
 from ..errors import ConfigError
 from ..memory import trim_heap
-from ..optim import OptimizerSpec, from_config, from_torch, round_bf16
+from ..optim import CUT_NUMEL, OptimizerSpec, from_config, from_torch, round_bf16, with_state_dtype
 from ..spec import format_nbytes
 from ..swap import Place, SwapManager, TensorSpec, open_manager
 from ..zero import (
@@ -181,7 +181,7 @@ def _optimizer(
     known = {id(p) for p in model.parameters()}
     if any(id(p) not in known for p in groups):
         raise ConfigError("optimizer: it holds parameters that are not in the model; make it from model.parameters()", key="optimizer")
-    return optimizer, spec
+    return optimizer, with_state_dtype(spec, settings.swapio.optimizer_state_dtype, key="swapio.optimizer_state_dtype")
 
 
 def _engine(
@@ -215,7 +215,8 @@ def _engine(
     several_parts = settings.gradient_accumulation_steps > 1 or settings.data_types.grad_accum_dtype is not None
     sums_here = several_parts if ranks.alone or stage < 2 else False
     grad_dtype = torch.float32 if sums_here or not (ranks.alone or stage) else None
-    layouts = [_layout(u, groups, dtype, grad_dtype) for u in specs]
+    align_numel = spec.cut_numel if spec is not None else CUT_NUMEL
+    layouts = [_layout(u, groups, dtype, grad_dtype, align_numel) for u in specs]
     on_device = manager.device.has_memory
     timing = _timing(settings, ranks, trains=inner is not None)
     spills = ranks.alone and inner is not None and step_place is Place.HOST and Place.NVME in (param_home, state_home)
@@ -337,7 +338,9 @@ def _same_values(model: nn.Module, ranks: Ranks) -> None:
                 tensor.copy_(flat)
 
 
-def _layout(spec: UnitSpec, groups: dict[int, int], weights: torch.dtype | None, grad_dtype: torch.dtype | None) -> UnitLayout:
+def _layout(
+    spec: UnitSpec, groups: dict[int, int], weights: torch.dtype | None, grad_dtype: torch.dtype | None, align_numel: int
+) -> UnitLayout:
     shown = []
     for name, param in spec.params:
         dtype = _target_dtype(param, weights)
@@ -347,7 +350,8 @@ def _layout(spec: UnitSpec, groups: dict[int, int], weights: torch.dtype | None,
                 key="model",
             )
         shown.append(torch.empty_strided(param.shape, param.stride(), dtype=dtype, device="meta"))
-    return UnitLayout(shown, [id(p) in groups and p.requires_grad for _, p in spec.params], grad_dtype=grad_dtype)
+    trained = [id(p) in groups and p.requires_grad for _, p in spec.params]
+    return UnitLayout(shown, trained, grad_dtype=grad_dtype, align_numel=align_numel)
 
 
 @torch.no_grad()

@@ -154,6 +154,12 @@ class _Loading:
                 if key(name, field) not in self.stored.shapes:
                     raise UsageError(f"{key(name, field)!r} is not in {self.stored.path}; {other}")
                 self._check_tensor(key(name, field), name)
+        stepper = self.engine._stepper
+        there = saved.get("state_dtype", "fp32")
+        if stepper is not None and there != stepper.spec.state_dtype:
+            logger.info(
+                "%s has the optimizer state of a run with %s; it is converted to %s", self.stored.path, there, stepper.spec.state_dtype
+            )
         if fresh := trained - saved["num_updates"].keys():
             logger.warning("not trained when the checkpoint was saved, so their optimizer state begins anew: %s", some(fresh))
         if unused := saved["num_updates"].keys() & self._params.keys() - trained:

@@ -21,6 +21,15 @@ _log = logging.getLogger("swapio")
 UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 """What a filesystem answers to a way of access that it does not have."""
 
+_KEYS = "give a directory on a local drive that you may write to (nvme_path in a config, paths of a manager)"
+_REMEDIES = {
+    errno.ENOENT: f"no file can be made there: {_KEYS}",  # /proc says so of new files
+    errno.ENOTDIR: f"that is no directory: {_KEYS}",
+    errno.EACCES: f"you may not write there: {_KEYS}",
+    errno.EPERM: f"you may not write there: {_KEYS}",
+    errno.EROFS: f"it is mounted read-only: {_KEYS}",
+}
+
 _ZEROS_NBYTES = 1 << 20
 
 
@@ -101,16 +110,16 @@ class FileStorage(LocalStorage):
         return StorageError(action, name="swap file", path=self.path, offset=0, wanted=0, got=0, errno=code, why=why)
 
     def _refused(self, code: int, why: str = "") -> StorageError:
-        hint = self.hint if code in UNSUPPORTED else ""
+        hint = self.hint if code in UNSUPPORTED else f"; {_REMEDIES[code]}" if code in _REMEDIES else ""
         return self._failed("opening", code, (why or os.strerror(code)) + hint)
 
     def _probe(self) -> None:
         """Write and read a page for real: opening alone proves nothing. Where that is too small for `O_DIRECT`, it is EINVAL."""
         page, want = aligned_buffer(PAGE_NBYTES, b"\xa5"), b"\xa5" * PAGE_NBYTES
         self._grow(0, PAGE_NBYTES, "probe")
-        self._transfer("write", self._write_some, 0, page, "probe")
+        self.move("write", 0, page, name="probe")
         page[:] = bytes(PAGE_NBYTES)
-        self._transfer("read", self._read_some, 0, page, "probe")
+        self.move("read", 0, page, name="probe")
         if page != want:
             raise self._refused(errno.EIO, "what was read back is not what was written")
 
@@ -123,7 +132,7 @@ class FileStorage(LocalStorage):
                     raise
                 zeros = aligned_buffer(_ZEROS_NBYTES)
                 for at in range(offset, offset + nbytes, _ZEROS_NBYTES):
-                    self._transfer("reserve", self._write_some, at, zeros[: offset + nbytes - at], name)
+                    self.move("reserve", at, zeros[: offset + nbytes - at], name=name)
         except OSError as error:
             with contextlib.suppress(OSError):  # give back what was allocated before it failed
                 os.ftruncate(self._fd, offset)

@@ -87,13 +87,58 @@ class Storage(abc.ABC):
         Raises:
             StorageError: the read failed or came up short, with how far it got; ValueError: misaligned; ClosedError.
         """
-        if buffer.readonly:
-            raise ValueError(f"{name!r}: the buffer to read into is read-only")
-        self._checked("read", self._read_some, offset, buffer, name)
+        self._whole("read", offset, buffer, name)
 
     def write(self, offset: int, buffer: memoryview, *, name: str) -> None:
         """Write the whole buffer at `offset`; errors as for `read`."""
-        self._checked("write", self._write_some, offset, buffer, name)
+        self._whole("write", offset, buffer, name)
+
+    def begin(self, action: str, offset: int, buffer: memoryview, *, name: str) -> None:
+        """First of the three steps of a `read` or `write`, for those who `move` parts of it in several threads; errors as theirs.
+
+        Once per transfer, since for each block it would cost what a small block costs. Does not block. Until `finish`, which must be called
+        once if this raises nothing, the storage is not released.
+        """
+        self._enter(name)
+        try:
+            self._check(action, offset, buffer, name)
+        except BaseException:
+            self.finish()
+            raise
+
+    def move(self, action: str, offset: int, buffer: memoryview, *, name: str) -> None:
+        """Second step: an aligned part of what began. A short transfer goes on at the last aligned byte that it reached.
+
+        Raises:
+            StorageError: it failed or came up short, with how far it got.
+        """
+        some = self._read_some if action == "read" else self._write_some
+        done, nbytes = 0, buffer.nbytes
+        while done < nbytes:
+            code, why = errno.EIO, "the file ends here (was it truncated?)"
+            cause = None
+            try:
+                moved = some(offset + done, buffer[done : done + MAX_TRANSFER_NBYTES], name)
+            except InterruptedError:
+                continue
+            except StorageError:
+                raise
+            except OSError as error:
+                moved, code, why, cause = 0, error.errno or errno.EIO, "", error
+            moved -= moved % self.alignment
+            if moved <= 0:
+                raise StorageError(
+                    action, name=name, path=self.path, offset=offset, wanted=nbytes, got=done, errno=code, why=why
+                ) from cause
+            done += moved
+
+    def finish(self) -> None:
+        """Third step: nothing moves any more; releases the storage if it was closed meanwhile."""
+        with self._state:
+            self._in_flight -= 1
+            last = self._closed and not self._in_flight
+        if last:
+            self._release()
 
     @abc.abstractmethod
     def sync(self) -> None:
@@ -138,55 +183,40 @@ class Storage(abc.ABC):
     @contextlib.contextmanager
     def _open(self, name: str) -> Iterator[None]:
         """Inside, the storage is not released."""
+        self._enter(name)
+        try:
+            yield
+        finally:
+            self.finish()
+
+    def _enter(self, name: str) -> None:
         with self._state:
             if self._closed:
                 raise ClosedError(f"the storage at {self.path} is closed; {name!r} cannot be reached")
             self._in_flight += 1
+
+    def _whole(self, action: str, offset: int, buffer: memoryview, name: str) -> None:
+        self.begin(action, offset, buffer, name=name)
         try:
-            yield
+            self.move(action, offset, buffer, name=name)
         finally:
-            with self._state:
-                self._in_flight -= 1
-                last = self._closed and not self._in_flight
-            if last:
-                self._release()
+            self.finish()
 
-    def _checked(self, action: str, some: Some, offset: int, buffer: memoryview, name: str) -> None:
-        with self._open(name):
-            if not buffer.contiguous or buffer.itemsize != 1:
-                raise ValueError(f"{name!r}: the buffer must be contiguous bytes, not {buffer.format!r} with strides {buffer.strides}")
-            if not buffer.nbytes:
-                return
-            address = int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
-            places = {"offset": offset, "length": buffer.nbytes, "address": address}
-            wrong = [f"{what} {n}" for what, n in places.items() if n % self.alignment or n < 0]
-            if wrong:
-                raise ValueError(f"{name!r}: {' and '.join(wrong)} must be a multiple of {self.alignment} for the {self.kind} backend")
-            if offset + buffer.nbytes > self.end:  # a write there would make the file longer, on nobody's account
-                why = f"only {self.end} bytes are reserved"
-                raise StorageError(action, name=name, path=self.path, offset=offset, wanted=buffer.nbytes, got=0, why=why)
-            self._transfer(action, some, offset, buffer, name)
-
-    def _transfer(self, action: str, some: Some, offset: int, buffer: memoryview, name: str) -> None:
-        """Repeat `some` until the buffer is done; a short transfer goes on at the last aligned byte that it reached."""
-        done = 0
-        while done < buffer.nbytes:
-            code, why = errno.EIO, "the file ends here (was it truncated?)"
-            cause = None
-            try:
-                moved = some(offset + done, buffer[done : done + MAX_TRANSFER_NBYTES], name)
-            except InterruptedError:
-                continue
-            except StorageError:
-                raise
-            except OSError as error:
-                moved, code, why, cause = 0, error.errno or errno.EIO, "", error
-            moved -= moved % self.alignment
-            if moved <= 0:
-                raise StorageError(
-                    action, name=name, path=self.path, offset=offset, wanted=buffer.nbytes, got=done, errno=code, why=why
-                ) from cause
-            done += moved
+    def _check(self, action: str, offset: int, buffer: memoryview, name: str) -> None:
+        if action == "read" and buffer.readonly:
+            raise ValueError(f"{name!r}: the buffer to read into is read-only")
+        if not buffer.contiguous or buffer.itemsize != 1:
+            raise ValueError(f"{name!r}: the buffer must be contiguous bytes, not {buffer.format!r} with strides {buffer.strides}")
+        if not buffer.nbytes:
+            return
+        address = int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
+        places = {"offset": offset, "length": buffer.nbytes, "address": address}
+        wrong = [f"{what} {n}" for what, n in places.items() if n % self.alignment or n < 0]
+        if wrong:
+            raise ValueError(f"{name!r}: {' and '.join(wrong)} must be a multiple of {self.alignment} for the {self.kind} backend")
+        if offset + buffer.nbytes > self.end:  # a write there would make the file longer, on nobody's account
+            why = f"only {self.end} bytes are reserved"
+            raise StorageError(action, name=name, path=self.path, offset=offset, wanted=buffer.nbytes, got=0, why=why)
 
 
 class LocalStorage(Storage):

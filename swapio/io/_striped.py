@@ -110,13 +110,13 @@ class StripedStorage(LocalStorage):
     def _read_some(self, offset: int, buffer: memoryview, name: str) -> int:
         member, start, nbytes = self._find(offset)
         part = buffer[:nbytes]
-        self.members[member].read(start, part, name=name)
+        self.members[member].move("read", start, part, name=name)
         return part.nbytes
 
     def _write_some(self, offset: int, buffer: memoryview, name: str) -> int:
         member, start, nbytes = self._find(offset)
         part = buffer[:nbytes]
-        self.members[member].write(start, part, name=name)
+        self.members[member].move("write", start, part, name=name)
         return part.nbytes
 
     def sync(self) -> None:

@@ -27,35 +27,26 @@ Done = Callable[[BaseException | None], None]
 
 
 class _Job:
-    """One transfer: how many of its blocks are left, and its first error."""
+    """One transfer: how many of its blocks are left, and its first error. Guarded by the lock of the threads."""
 
-    def __init__(self, num_blocks: int, done: Done) -> None:
-        self._left = num_blocks
-        self._error: BaseException | None = None
-        self._done = done
-        self._lock = threading.Lock()
+    __slots__ = ("action", "done", "error", "left", "name")
 
-    def block_ended(self, error: BaseException | None) -> None:
-        with self._lock:
-            self._error = self._error or error
-            self._left -= 1
-            if self._left:
-                return
-        try:
-            self._done(self._error)
-        except Exception:  # the caller's; the thread has others to serve
-            _log.exception("a callback of an I/O transfer failed")
+    def __init__(self, action: str, name: str, num_blocks: int, done: Done) -> None:
+        self.action = action
+        self.name = name
+        self.left = num_blocks
+        self.error: BaseException | None = None
+        self.done = done
 
 
 @dataclasses.dataclass(order=True, slots=True)
-class _Block:
+class _Run:
+    """The blocks of a transfer on one lane that no thread has taken yet, as offset and buffer, the last first. Never empty in a queue."""
+
     priority: int
     number: int
-    action: str = dataclasses.field(compare=False)
-    offset: int = dataclasses.field(compare=False)
-    buffer: memoryview = dataclasses.field(compare=False)
-    name: str = dataclasses.field(compare=False)
     job: _Job = dataclasses.field(compare=False)
+    blocks: list[tuple[int, memoryview]] = dataclasses.field(compare=False)
 
 
 class IOThreads:
@@ -66,7 +57,7 @@ class IOThreads:
         queue_depth: how many are in flight at once on each lane.
 
     Attributes:
-        moved_nbytes, busy_s: bytes moved and seconds spent (summed over threads), by `"read"` and `"write"`.
+        moved_nbytes: bytes moved, by `"read"` and `"write"`.
         in_flight: blocks that a thread is moving now.
     """
 
@@ -82,11 +73,10 @@ class IOThreads:
         self.block_nbytes = block_nbytes
         self.storage = storage
         self.moved_nbytes = {"read": 0, "write": 0}
-        self.busy_s = {"read": 0.0, "write": 0.0}
         self.in_flight = 0
         self._numbers = itertools.count()
         self._lock = threading.Lock()  # guards all of the above and below
-        self._queues: list[list[_Block]] = [[] for _ in range(storage.num_lanes)]
+        self._queues: list[list[_Run]] = [[] for _ in range(storage.num_lanes)]
         self._ready = [threading.Condition(self._lock) for _ in self._queues]
         self._closed = False
         self._threads = [
@@ -105,47 +95,93 @@ class IOThreads:
         self._submit("write", offset, buffer, name, priority, done)
 
     def _submit(self, action: str, offset: int, buffer: memoryview, name: str, priority: int, done: Done) -> None:
-        pieces = []
-        start = 0
-        while start < buffer.nbytes:
-            lane, nbytes = self.storage.lane(offset + start)
-            piece = buffer[start : start + min(nbytes, self.block_nbytes)]
-            pieces.append((lane, start, piece))
-            start += piece.nbytes
+        try:
+            self.storage.begin(action, offset, buffer, name=name)
+        except Exception as error:  # the caller's to see, where it sees those of the drive
+            done(error)
+            return
+        lanes = self._cut(offset, buffer)
+        job = _Job(action, name, sum(map(len, lanes)), done)
         with self._lock:
-            closed = self._closed
-            if pieces and not closed:
-                job = _Job(len(pieces), done)
-                for lane, start, piece in pieces:
-                    block = _Block(priority, next(self._numbers), action, offset + start, piece, name, job)
-                    heapq.heappush(self._queues[lane], block)
-                    self._ready[lane].notify()
-                return
-        done(ClosedError(f"the I/O threads are closed; {name!r} was not moved") if closed else None)
+            if self._closed:
+                job.error = ClosedError(f"the I/O threads are closed; {name!r} was not moved")
+                job.left = 0
+            for queue, ready, blocks in zip(self._queues, self._ready, lanes, strict=True):
+                if blocks and job.left:
+                    ready.notify(len(blocks))
+                    heapq.heappush(queue, _Run(priority, next(self._numbers), job, blocks))
+            running = job.left > 0
+        if not running:
+            self._report(job)
+
+    def _cut(self, offset: int, buffer: memoryview) -> list[list[tuple[int, memoryview]]]:
+        """For each lane the offsets and buffers of its blocks, the last first."""
+        lanes: list[list[tuple[int, memoryview]]] = [[] for _ in self._queues]
+        start, nbytes, most = 0, buffer.nbytes, self.block_nbytes
+        while start < nbytes:
+            lane, there = self.storage.lane(offset + start)
+            end = start + min(there, most)
+            lanes[lane].append((offset + start, buffer[start:end]))
+            start = end
+        for blocks in lanes:
+            blocks.reverse()
+        return lanes
 
     def _work(self, lane: int) -> None:
-        queue, ready = self._queues[lane], self._ready[lane]
+        queue, ready, move = self._queues[lane], self._ready[lane], self.storage.move
         while True:
-            with ready:
-                while not queue and not self._closed:
-                    ready.wait()
-                if not queue:
-                    return
-                block = heapq.heappop(queue)
-                self.in_flight += 1
-            start = time.perf_counter()
-            error: BaseException | None = None
-            try:
-                getattr(self.storage, block.action)(block.offset, block.buffer, name=block.name)
-            except BaseException as caught:
-                error = caught
-            spent = time.perf_counter() - start
             with self._lock:
-                self.in_flight -= 1
-                self.busy_s[block.action] += spent
-                self.moved_nbytes[block.action] += 0 if error else block.buffer.nbytes
-            block.job.block_ended(error)
-            del block, error  # else the buffer lives until the next one comes
+                while not queue:
+                    if self._closed:
+                        return
+                    ready.wait()
+                job, offset, buffer = self._take(queue)
+            while True:
+                error: BaseException | None = None
+                try:
+                    move(job.action, offset, buffer, name=job.name)
+                except BaseException as caught:
+                    error = caught
+                with self._lock:  # once per block: what ended and what comes next
+                    self.in_flight -= 1
+                    ended = self._count(job, 1, buffer.nbytes, error)
+                    if ended or not queue:
+                        break
+                    job, offset, buffer = self._take(queue)
+            if ended:
+                self._report(job)
+            del job, buffer, error  # else the buffer lives until the next one comes
+
+    # what holds the lock
+
+    def _take(self, queue: list[_Run]) -> tuple[_Job, int, memoryview]:
+        """The next block of the run that goes first."""
+        run = queue[0]
+        offset, buffer = run.blocks.pop()
+        if not run.blocks:
+            heapq.heappop(queue)
+        self.in_flight += 1
+        return run.job, offset, buffer
+
+    def _count(self, job: _Job, num_blocks: int, nbytes: int, error: BaseException | None) -> bool:
+        """Note that blocks of a transfer ended; whether they were its last."""
+        if error is None:
+            self.moved_nbytes[job.action] += nbytes
+        elif job.error is None:
+            job.error = error
+        job.left -= num_blocks
+        return not job.left
+
+    # what does not
+
+    def _report(self, job: _Job) -> None:
+        try:
+            try:
+                self.storage.finish()
+            finally:
+                job.done(job.error)
+        except Exception:  # the caller's; the thread has others to serve
+            _log.exception("a callback of an I/O transfer failed")
 
     def __enter__(self) -> Self:
         return self
@@ -157,12 +193,16 @@ class IOThreads:
         """Refuse new work, fail what is queued, let what is in flight end, join. False when one still hangs after `timeout` seconds."""
         with self._lock:
             self._closed = True
-            dropped = [block for queue in self._queues for block in queue]
+            dropped: list[_Job] = []
             for queue, ready in zip(self._queues, self._ready, strict=True):
+                for run in queue:
+                    error = ClosedError(f"the I/O threads were closed before {run.job.name!r} was moved")
+                    if self._count(run.job, len(run.blocks), 0, error):
+                        dropped.append(run.job)
                 queue.clear()
                 ready.notify_all()
-        for block in dropped:
-            block.job.block_ended(ClosedError(f"the I/O threads were closed before {block.name!r} was moved"))
+        for job in dropped:
+            self._report(job)
         deadline = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))

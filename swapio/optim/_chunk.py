@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._kernels import CUT_NUMEL, step_range
+from ..spec import round_up
+from ._kernels import step_range
 from ._layout import ChunkViews
 from ._spec import Group, OptimizerSpec
-from ._split import BLOCK_NUMEL, merge_, split_
+from ._split import BLOCK_NUMEL, merge_, round_, split_
+from ._state import SCALE_NUMEL, SQUARES, Dither, load_, store_
 
 __all__ = ["ChunkStepper", "StepRange"]
 
@@ -26,7 +29,8 @@ class StepRange(NamedTuple):
 
 
 class ChunkStepper:
-    """Steps chunks one after the other and owns the scratch for it (8 bytes per element of a sub-block, on their device).
+    """Steps chunks one after the other and owns the scratch for it (8 bytes per element of a sub-block, on their device, and 4 for each
+    field that is not stored as fp32).
 
     Optimizers without a fused kernel make temporaries of a sub-block besides.
 
@@ -34,8 +38,8 @@ class ChunkStepper:
     """
 
     def __init__(self, spec: OptimizerSpec, *, block_numel: int = BLOCK_NUMEL) -> None:
-        if block_numel < CUT_NUMEL or block_numel % CUT_NUMEL:
-            raise ValueError(f"block_numel must be a positive multiple of {CUT_NUMEL}, got {block_numel}")
+        if block_numel < spec.cut_numel or block_numel % spec.cut_numel:
+            raise ValueError(f"block_numel must be a positive multiple of {spec.cut_numel}, got {block_numel}")
         self.spec = spec
         self._block_numel = block_numel
         self._scratch = torch.empty(0)
@@ -50,6 +54,7 @@ class ChunkStepper:
         *,
         grad_scale: float | None = None,
         grad_factor: float | None = None,
+        place: int = 0,
     ) -> None:
         """Update the elements in `ranges` of a chunk in place; all others keep every bit, in weights and state.
 
@@ -58,12 +63,13 @@ class ChunkStepper:
 
         Args:
             weights: flat slice of the unit, bfloat16, float16 or fp32 `[numel]`. A float16 weight becomes `master.to(torch.float16)`:
-                infinite from 65520 on, while its master goes on.
+                infinite from 65520 on, while its master goes on. A bfloat16 one is the same bits whether its master is split or not.
             grads: `[numel]`, in the dtype of the weights or fp32; never written.
-            views: the state of the chunk; with float16 weights, its `master` is stepped where it is.
-            ranges: ascending and disjoint, cut at multiples of 64 elements (the last may end with the chunk).
+            views: the state of the chunk; its `master`, if any, is stepped where it is.
+            ranges: ascending and disjoint, cut at multiples of `spec.cut_numel` elements (the last may end with the chunk).
             grad_scale: the fp32 gradient is divided by it (loss scaling).
             grad_factor: the fp32 gradient is multiplied by it (clipping), before the division.
+            place: of the first element in the unit's segment; random numbers depend on it.
 
         Raises:
             ValueError: tensors that do not fit each other, or ranges that break the rules above.
@@ -74,49 +80,79 @@ class ChunkStepper:
             raise ValueError(f"weights must be bfloat16, float16 or float32, got {weights.dtype}")
         if grads.dtype not in (weights.dtype, torch.float32):
             raise ValueError(f"gradients of {weights.dtype} weights must be of that dtype or float32, got {grads.dtype}")
-        head = {torch.bfloat16: views.lo, torch.float16: views.master}
-        state = [*views.fields.values(), *(tensor for tensor in head.values() if tensor is not None)]
-        fits = all((weights.dtype == dtype) == (tensor is not None) for dtype, tensor in head.items())
-        if not fits or any(tensor.shape != (numel,) for tensor in (weights, grads, *state)):
+        heads = [tensor for tensor in (views.lo, views.master) if tensor is not None]
+        lengths = [tensor.numel() for tensor in heads] + [field.numel() for field in views.fields.values()]
+        fits = len(heads) == (weights.dtype != torch.float32) and (views.lo is None or weights.dtype == torch.bfloat16)
+        expected = [numel] * len(heads) + [round_up(numel, SCALE_NUMEL) if name in views.scales else numel for name in views.fields]
+        if not fits or lengths != expected or grads.shape != weights.shape or weights.dim() != 1:
             raise ValueError(
                 f"the state does not belong to the weights: {numel} weights of {weights.dtype}, {grads.numel()} gradients, state of "
-                f"{[tensor.numel() for tensor in state]} elements, {'with' if views.lo is not None else 'without'} lower halves, "
+                f"{lengths} elements, {'with' if views.lo is not None else 'without'} lower halves, "
                 f"{'with' if views.master is not None else 'without'} masters"
             )
         copy_grads = grads.dtype != torch.float32 or grad_scale is not None or grad_factor is not None  # the kernels write unscaled ones
-        in_place = weights.dtype == torch.float32 and not copy_grads and self.spec.fused  # in one pass, with no temporaries
-        blocks = list(_blocks(ranges, numel, max(numel, CUT_NUMEL) if in_place else self._block_numel))  # all checked before any is stepped
+        at_once = weights.dtype == torch.float32 and not copy_grads and self.spec.fused and self.spec.state_dtype == "fp32"
+        cut = self.spec.cut_numel
+        blocks = list(_blocks(ranges, numel, max(numel, cut) if at_once else self._block_numel, cut))  # all checked before any is stepped
         for pieces in blocks:
             block = slice(pieces[0].start, pieces[-1].stop)
             weight, grad = weights[block], grads[block]
             master = weight if views.master is None else views.master[block]
-            if copy_grads or views.lo is not None:
-                master_scratch, grad_scratch = self._buffers(grad)
-                spare = grad_scratch.view(torch.int32)  # lent to merge and split while no gradient is in it
+            spare: Tensor | None = None
+            if not at_once:
+                master_scratch, grad_scratch, *field_scratch = self._buffers(grad)
+                spare = grad_scratch[: grad.numel()].view(torch.int32)  # lent to merge, split and round while no gradient is in it
             if views.lo is not None:
-                lo, master = views.lo[block], master_scratch
+                lo, master = views.lo[block], master_scratch[: grad.numel()]
                 merge_(weight, lo, master, scratch=spare)
             if copy_grads:
-                grad = grad_scratch.copy_(grad)
+                grad = grad_scratch[: grad.numel()].copy_(grad)
                 if grad_factor is not None:
                     grad.mul_(grad_factor)
+            if self.spec.state_dtype == "fp32":
+                state = {name: field[block] for name, field in views.fields.items()}
+            else:
+                state = dict(zip(views.fields, field_scratch, strict=True))
+                self._load(views, block.start, state)
             for start, stop, group, step in pieces:
                 part = slice(start - block.start, stop - block.start)
-                fields = {name: field[start:stop] for name, field in views.fields.items()}
+                fields = {name: field[part] for name, field in state.items()}
                 step_range(self.spec, group, master=master[part], grad=grad[part], fields=fields, step=step, grad_scale=grad_scale)
+            if self.spec.state_dtype != "fp32":
+                self._store(views, pieces, place, state, grad_scratch)
             if views.lo is not None:
                 split_(master, weight, lo, scratch=spare)
             elif views.master is not None:
-                weight.copy_(master)
+                round_(master, weight, scratch=spare)
 
-    def _buffers(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Scratch for the master and for the gradient, of the length and on the device of `like`."""
+    def _load(self, views: ChunkViews, start: int, state: Mapping[str, Tensor]) -> None:
+        """Fill `state`, fp32, from the state from element `start` on."""
+        for name, values in state.items():
+            stored, scales = views.part(name, start, values.numel())
+            load_(stored, scales, values, square=name in SQUARES, to_step=True)
+
+    def _store(self, views: ChunkViews, pieces: Sequence[StepRange], place: int, state: Mapping[str, Tensor], scratch: Tensor) -> None:
+        """Round `state`, fp32, into that of `pieces`, which have no gaps between them; it is overwritten, and so is `scratch`."""
+        begin = pieces[0].start
+        for step, group in itertools.groupby(pieces, key=lambda piece: piece.step):
+            first, *rest = group
+            start, numel = first.start, (rest[-1] if rest else first).stop - first.start
+            for number, (name, values) in enumerate(state.items()):
+                stored, scales = views.part(name, start, numel)
+                part = slice(start - begin, start - begin + stored.numel())
+                dither = Dither(place + start, number, step)
+                store_(values[part], stored, scales, square=name in SQUARES, dither=dither, scratch=scratch[: stored.numel()])
+
+    def _buffers(self, like: Tensor) -> list[Tensor]:
+        """Scratch for the master, for the gradient and for each field that is not fp32, as long as `like` or its blocks of codes."""
         if self._scratch.device != like.device or self._scratch.numel() == 0:
-            self._scratch = torch.empty((2, self._block_numel), dtype=torch.float32, device=like.device)
-        return self._scratch[0, : like.numel()], self._scratch[1, : like.numel()]
+            rows = 2 + (len(self.spec.fields) if self.spec.state_dtype != "fp32" else 0)
+            self._scratch = torch.empty((rows, self._block_numel), dtype=torch.float32, device=like.device)
+        numel = round_up(like.numel(), SCALE_NUMEL) if self.spec.state_dtype == "int8" else like.numel()
+        return list(self._scratch[:, :numel].unbind())
 
 
-def _blocks(ranges: Sequence[StepRange], numel: int, block_numel: int) -> Iterator[list[StepRange]]:
+def _blocks(ranges: Sequence[StepRange], numel: int, block_numel: int, cut_numel: int) -> Iterator[list[StepRange]]:
     """Cut `ranges` into pieces and gather them into runs without gaps of at most `block_numel` elements.
 
     Neighbours with one group and step become one piece. Empty ranges vanish.
@@ -124,10 +160,10 @@ def _blocks(ranges: Sequence[StepRange], numel: int, block_numel: int) -> Iterat
     block: list[StepRange] = []
     end = 0
     for start, stop, group, step in ranges:
-        if not end <= start <= stop <= numel or start % CUT_NUMEL or (stop % CUT_NUMEL and stop != numel):
+        if not end <= start <= stop <= numel or start % cut_numel or (stop % cut_numel and stop != numel):
             raise ValueError(
                 f"range [{start}, {stop}) of a chunk of {numel} elements must start at {end} or later, end at {numel} or "
-                f"before, and be cut at multiples of {CUT_NUMEL}"
+                f"before, and be cut at multiples of {cut_numel}"
             )
         if block and start != end:
             yield block

@@ -17,11 +17,7 @@ from ..errors import UsageError
 from ._spec import Group, OptimizerSpec, state_fields
 from ._split import BLOCK_NUMEL
 
-__all__ = ["CUT_NUMEL", "first_nonfinite", "step_range"]
-
-CUT_NUMEL = 64
-"""Flat tensors may be cut at multiples of this many elements without a change of any bit: whole vectors of any CPU, so
-that the kernels' scalar tails, which round differently, stay where they are."""
+__all__ = ["first_nonfinite", "step_range"]
 
 _FUNCTIONS: dict[str, Callable[..., None]] = {
     "adadelta": adadelta, "adagrad": adagrad, "adamax": adamax, "radam": radam, "rmsprop": rmsprop,

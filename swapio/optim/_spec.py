@@ -13,10 +13,15 @@ from torch import Tensor
 
 from ..config import REFUSED_OPTIMIZERS
 from ..errors import ConfigError
+from ._state import SCALE_NUMEL, StateDtype
 
-__all__ = ["Group", "OptimizerSpec", "from_config", "from_torch", "state_fields"]
+__all__ = ["CUT_NUMEL", "Group", "OptimizerSpec", "from_config", "from_torch", "state_fields", "with_state_dtype"]
 
 Kind = Literal["adamw", "adam", "sgd", "adagrad", "rmsprop", "adadelta", "adamax", "radam"]
+CUT_NUMEL = 64
+"""Flat tensors may be cut at multiples of this many elements without a change of any bit: whole vectors of any CPU, so
+that the kernels' scalar tails, which round differently, stay where they are."""
+
 Group = Mapping[str, Any]
 """Hyper-parameters of one param group, by PyTorch's names; `optimizer.param_groups[i]` is one."""
 
@@ -56,6 +61,13 @@ _RULES: dict[Kind, Rule] = {
     "adamax": Rule(torch.optim.Adamax, _ADAM, {"exp_avg": None, "exp_inf": None}),
     "radam": Rule(torch.optim.RAdam, (*_ADAM, "decoupled_weight_decay"), _MOMENTS),
 }  # fmt: skip
+_REFUSED_FIELDS = {"grad_avg": "its square is subtracted from the mean of squares, which may give less than 0 when they are rounded"}
+_REFUSED_8_BITS = {
+    "max_exp_avg_sq": "each rounding up would stay",
+    "sum": "it grows by less than 8 bits can tell",
+    "acc_delta": "what it is divided by is rounded too",
+    "exp_inf": "it is neither signed nor a mean of squares",
+}
 _NAMES = ", ".join(rule.torch_class.__name__ for rule in _RULES.values())
 _OFF = {
     "capturable": "the step is not captured in a CUDA graph",
@@ -74,13 +86,20 @@ class OptimizerSpec:
         kind: which update. `adam` with `decoupled_weight_decay` in a group steps that group as `adamw`.
         groups: the hyper-parameters at construction, one read-only mapping per param group, tensors turned into numbers.
             What a step uses are the *live* groups, since schedulers write into them.
-        fields: names of the state tensors, all fp32 with one value per element, in the order in which they are stored:
+        fields: names of the state tensors, all with one value per element, in the order in which they are stored:
             what any group needs, so that all chunks look alike.
+        state_dtype: what the fields are stored as; see [Note: Stochastic rounding] and [Note: 8 bits].
     """
 
     kind: Kind
     groups: tuple[Group, ...]
     fields: tuple[str, ...]
+    state_dtype: StateDtype = "fp32"
+
+    @property
+    def cut_numel(self) -> int:
+        """Parameters start at multiples of this many elements, and they alone are stepped up to the next."""
+        return SCALE_NUMEL if self.state_dtype == "int8" else CUT_NUMEL
 
     @property
     def rule(self) -> Rule:
@@ -101,6 +120,29 @@ class OptimizerSpec:
 def state_fields(kind: Kind, group: Group) -> tuple[str, ...]:
     """Names of the state tensors that one group needs."""
     return tuple(name for name, setting in _RULES[kind].fields.items() if setting is None or group[setting])
+
+
+def with_state_dtype(spec: OptimizerSpec, dtype: StateDtype, *, key: str) -> OptimizerSpec:
+    """The same optimizer with its state stored as `dtype`.
+
+    Args:
+        key: of the config, which says so.
+
+    Raises:
+        ConfigError: a field that does not bear it.
+    """
+    for name in spec.fields if dtype != "fp32" else ():
+        if name in _REFUSED_FIELDS or (dtype == "int8" and name in _REFUSED_8_BITS):
+            why = _REFUSED_FIELDS.get(name) or _REFUSED_8_BITS[name]
+            works = "fp32" if name in _REFUSED_FIELDS else "bf16"
+            setting = spec.rule.fields[name]
+            off = f", or leave {setting} off" if setting else ", or AdamW"
+            raise ConfigError(
+                f'{key}: "{dtype}" is not supported for {name!r} of {spec.torch_class.__name__}: {why}; use "{works}"{off}',
+                key=key,
+                value=dtype,
+            )
+    return dataclasses.replace(spec, state_dtype=dtype)
 
 
 def from_torch(optimizer: torch.optim.Optimizer) -> tuple[OptimizerSpec, dict[Tensor, int]]:

@@ -13,6 +13,10 @@ Rounding half to even would not do: 65,537 fp32 values share one even `hi`. So t
 all 2**32 patterns whatever the CPU does with subnormals or NaN payloads, and merge then split gives back any (hi, lo).
 Non-finite masters survive the round trip too, but their *weight* need not be like them: a NaN with a payload of
 0x7FFF8000 or above shows as -0.0, and a finite master from 0x7F7F8000 (3.396e38) on shows as inf, as with any rounding.
+
+[Note: Whole master]
+State that stays in RAM need not save bytes: the split costs about 1 ns per parameter, so there the master lies whole, beside the weight
+`bfloat16(bits | 1)`: the same bits as `hi`, for all finite masters.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK_NUMEL", "merge_", "round_bf16", "split_"]
+__all__ = ["BLOCK_NUMEL", "merge_", "round_", "round_bf16", "split_"]
 
 BLOCK_NUMEL = 256 * 1024
 """Elements worked on at a time: fp32 scratch of 1 MiB stays in cache, and the cost of a call is spread thin."""
@@ -31,6 +35,7 @@ BLOCK_NUMEL = 256 * 1024
 # A Python number would become a tensor at each call, which costs more than adding it to a small block does.
 _HALF = torch.tensor(0x8000, dtype=torch.int32, device="cpu")
 _SHIFT = torch.tensor(16, dtype=torch.int32, device="cpu")
+_ONE = torch.tensor(1, dtype=torch.int32, device="cpu")
 
 
 @torch.no_grad()
@@ -65,6 +70,20 @@ def split_(master: Tensor, hi: Tensor, lo: Tensor, *, scratch: Tensor | None = N
     lo.copy_(bits)  # int32 to int16 keeps the low half
     torch.add(bits, _HALF, out=rounded)
     hi.view(torch.int16).copy_(rounded.bitwise_right_shift_(_SHIFT))
+
+
+@torch.no_grad()
+def round_(master: Tensor, weight: Tensor, *, scratch: Tensor | None = None) -> None:
+    """Fill `weight` (bfloat16, float16 or fp32) with the rounded `master` (fp32, unchanged), both `[numel]`. `scratch` as in `merge_`."""
+    if weight.dtype is not torch.bfloat16:
+        weight.copy_(master)
+        return
+    numel = master.numel()
+    scratch = _scratch(master) if scratch is None else scratch
+    for part in _parts(numel, scratch.numel()):
+        source, target = (master, weight) if numel <= scratch.numel() else (master[part], weight[part])
+        odd = torch.bitwise_or(source.view(torch.int32), _ONE, out=scratch[: source.numel()])
+        target.copy_(odd.view(torch.float32))
 
 
 @torch.no_grad()

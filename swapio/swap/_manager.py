@@ -19,7 +19,7 @@ from ..io import IOThreads, Storage, open_storage
 from ..memory import Arena, Device, Lease, get_device
 from ..spec import parse_nbytes
 from ._ahead import Prefetcher
-from ._auto import auto_host_memory
+from ._auto import host_capacity
 from ._mover import Mover
 from ._record import Place, Record, TensorSpec, hull
 from ._transfer import Transfer
@@ -190,7 +190,7 @@ class SwapManager:
         self._stall_s = 0.0
         self._stats_lock = threading.Lock()
         self._hits = self._misses = 0
-        capacity = auto_host_memory() if host_memory == "auto" else parse_nbytes(host_memory, key="host_memory")
+        capacity = host_capacity(host_memory)
         device_capacity = None if device_memory is None else parse_nbytes(device_memory, key="device_memory")
         with contextlib.ExitStack() as undo:
             self.device = get_device(device)

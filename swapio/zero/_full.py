@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from ..errors import UsageError
-from ..optim import merge_, split_
+from ..optim import round_
 from ._away import managed
 from ._layout import Slot
 from ._partition import Piece
@@ -211,16 +211,16 @@ class _Known:
 
     # --- state ---
 
-    def read_state(self, field: str | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def read_state(self, field: str) -> torch.Tensor:
         with self.zero.lock, quiet():
-            flat = torch.empty(self.slot.span, dtype=dtype)
+            flat = torch.empty(self.slot.span)
             for part, values in self.stepper.state(self.unit, self.index, field):
                 flat[part].copy_(values)
             if self.zero.stage:
                 self.share(flat)
             return flat
 
-    def write_state(self, field: str | None, flat: torch.Tensor) -> None:
+    def write_state(self, field: str, flat: torch.Tensor) -> None:
         with self.zero.lock, quiet():
             self.zero.changing(self.unit)
             for part, values in self.stepper.state(self.unit, self.index, field, write=True):
@@ -236,20 +236,14 @@ class _Known:
                 self.unit.shut()
             if self.slot.dtype is torch.float32 or self.index in self.unit.stale_masters:
                 return weight.to(torch.float32, copy=True)
-            if self.slot.dtype is torch.float16:
-                return self.read_state(None)
-            master = torch.empty(self.slot.span)
-            merge_(weight, self.read_state(None, torch.int16), master)
+            master = self.stepper.master(self.unit, self.index, weight).as_strided((self.slot.span,), (1,))
+            if self.zero.stage:
+                self.share(master)
             return master
 
     def write_master(self, flat: torch.Tensor) -> None:
-        weight: torch.Tensor = flat
-        low: torch.Tensor | None = None
-        if self.slot.dtype is torch.bfloat16:
-            weight, low = torch.empty(self.slot.span, dtype=torch.bfloat16), torch.empty(self.slot.span, dtype=torch.int16)
-            split_(flat, weight, low)
-        elif self.slot.dtype is torch.float16:
-            weight, low = flat.half(), flat
+        weight = torch.empty(self.slot.span, dtype=self.slot.dtype)
+        round_(flat, weight)
         with self.zero.lock, quiet(), self.zero.written_together():
             self.unit.open()
             try:
@@ -259,8 +253,10 @@ class _Known:
                 self.unit.weights_written(self.index)
             finally:
                 self.unit.shut()
-            if low is not None:
-                self.write_state(None, low)
+            if self.slot.dtype is not torch.float32:
+                for part, values in self.stepper.state(self.unit, self.index, None, write=True):
+                    lower_halves = values.dtype is torch.int16
+                    values.copy_(flat[part].view(torch.int32).to(torch.int16) if lower_halves else flat[part])
             self.unit.stale_masters.discard(self.index)
 
     def _raw(self) -> torch.Tensor:

@@ -27,7 +27,7 @@ class Slot:
 
     index: int  # in the unit
     segment: int
-    start: int  # element in the segment, a multiple of ALIGN_NUMEL
+    start: int  # element in the segment, a multiple of the layout's `align_numel`
     offset: int  # byte in the unit
     span: int  # elements from the first to the last in memory
     shape: tuple[int, ...]
@@ -49,13 +49,22 @@ class Segment:
 
 
 class UnitLayout:
-    """Segments by dtype, trained parameters first, each parameter back to back at a multiple of 64 elements.
+    """Segments by dtype, trained parameters first, each parameter back to back at a multiple of `align_numel` elements.
 
     Args:
+        align_numel: 64 or a multiple of it, as the optimizer's state needs (`OptimizerSpec.cut_numel`).
         grad_dtype: of gathered gradients; None: that of the weights.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor], trained: Sequence[bool], *, grad_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        trained: Sequence[bool],
+        *,
+        grad_dtype: torch.dtype | None = None,
+        align_numel: int = ALIGN_NUMEL,
+    ) -> None:
+        self.align_numel = align_numel
         dtypes = list(dict.fromkeys(p.dtype for p in params))
         slots: dict[int, Slot] = {}
         segments: list[Segment] = []
@@ -66,7 +75,7 @@ class UnitLayout:
             for i in sorted(members, key=lambda i: not trained[i]):
                 shape, stride, span = _dense(params[i])
                 slots[i] = Slot(i, number, start, offset + start * dtype.itemsize, span, shape, stride, dtype, trained[i])
-                start += round_up(span, ALIGN_NUMEL)
+                start += round_up(span, align_numel)
                 if trained[i]:
                     num_trained = start
             segments.append(Segment(dtype, offset, start, num_trained, grad_offset, grad_dtype or dtype))

@@ -160,14 +160,17 @@ class PortableState:
             weights, chunk = self._pin(portion, dirty=False)
             if chunk is None or portion.chunk is None:
                 return _weights(portion, weights).cpu()
-            views, part = portion.chunk.layout.views(chunk.raw), slice(portion.begin, portion.begin + numel)
-            if portion.field is not None:
-                return views.fields[portion.field][part].cpu()
-            if portion.slot.index in portion.unit.stale_masters or not portion.chunk.layout.head_nbytes:
+            views, own_master = portion.chunk.layout.views(chunk.raw), not portion.chunk.layout.head_nbytes
+            if portion.field is None and (own_master or portion.slot.index in portion.unit.stale_masters):
                 return _weights(portion, weights).float().cpu()
-            master = torch.empty(numel, device=chunk.raw.device)
-            views.read_master(master, portion.chunk.weights(portion.unit, weights.raw), start=portion.begin)
-            return master.cpu()
+            if portion.field is not None and views.fields[portion.field].dtype is torch.float32:
+                return views.fields[portion.field][portion.begin : portion.begin + numel].cpu()
+            values = torch.empty(numel, device=chunk.raw.device)
+            if portion.field is not None:
+                views.read_field(portion.field, values, start=portion.begin)
+            else:
+                views.read_master(values, portion.chunk.weights(portion.unit, weights.raw), start=portion.begin)
+            return values.cpu()
 
     def write(self, portion: Portion, values: torch.Tensor) -> None:
         """Set what `read` gives, and the weight to what a master rounds to."""
@@ -177,7 +180,10 @@ class PortableState:
             if chunk is not None and portion.chunk is not None:
                 views = portion.chunk.layout.views(chunk.raw)
                 if portion.field is not None:
-                    copy_to(views.fields[portion.field][portion.begin : portion.begin + values.numel()], values)
+                    if views.fields[portion.field].dtype is torch.float32:
+                        copy_to(views.fields[portion.field][portion.begin : portion.begin + values.numel()], values)
+                    else:
+                        views.store_field(portion.field, values, start=portion.begin)
                 elif not portion.chunk.layout.head_nbytes:
                     copy_to(_weights(portion, weights), values)
                 else:

@@ -10,9 +10,10 @@ import torch
 
 from ..errors import UsageError
 from ..optim import ChunkLayout, ChunkStepper, Group, OptimizerSpec, StepRange, chunk_layout, merge_
+from ..spec import round_up
 from ..swap import Place, Record
 from ._grads import GradBuffer
-from ._layout import ALIGN_NUMEL, UnitLayout
+from ._layout import UnitLayout
 from ._norms import Gradients, look_at, measure
 from ._partition import Partition, Piece
 from ._quiet import quiet
@@ -23,7 +24,6 @@ __all__ = ["CHUNK_NUMEL", "Chunk", "ChunkedStep", "StepTiming", "chunk_layouts"]
 
 CHUNK_NUMEL = 1 << 20
 """Elements whose state moves in one piece: 10 MiB with a split master and two moments."""
-
 
 _CANNOT_SKIP = (
     'the gradient of {!r} is not finite. With optimizer_step="in_backward" other weights have been stepped already, so this step cannot be '
@@ -38,8 +38,8 @@ def chunk_layouts(
     for piece in pieces:
         if piece.trained:
             for start in range(piece.start, piece.stop, chunk_numel):
-                dtype = layout.segments[piece.segment].dtype
-                yield piece, start, chunk_layout(spec, min(chunk_numel, piece.stop - start), dtype)
+                dtype, numel = layout.segments[piece.segment].dtype, min(chunk_numel, piece.stop - start)
+                yield piece, start, chunk_layout(spec, numel, dtype)
 
 
 class StepTiming(enum.Enum):
@@ -139,10 +139,15 @@ class ChunkedStep:
 
         Args:
             kept: chunks that stay in host memory instead of resting on NVMe.
+
+        [Note: Whole masters] State that is always in memory keeps fp32 masters whole: splitting them saves traffic there is none of, and
+        costs about 1 ns per element and step. The weights are rounded as the split rounds them, so the bits are the same.
         """
         chunks = self.chunks[unit] = []
         for number, (piece, start, layout) in enumerate(chunk_layouts(unit.layout, self.pieces(unit), self.spec, self.chunk_numel)):
             home = Place.HOST if number in kept else self.home
+            if home is not Place.NVME:
+                layout = layout.whole
             record = self.zero.create(f"{unit.name}#{piece.segment}.{start}", layout.nbytes, home)
             itemsize = unit.layout.segments[piece.segment].dtype.itemsize
             offset = self.zero.record_offset(piece) + (start - piece.start) * itemsize
@@ -178,7 +183,7 @@ class ChunkedStep:
         """This rank's pieces of one parameter's state: which of its elements, and their values, until the next piece.
 
         Args:
-            field: one of the spec's, fp32; None: what makes masters of 16-bit weights: their lower halves, int16, or all of them, fp32.
+            field: one of the spec's, fp32; None: what makes masters of 16-bit weights, in each chunk lower halves, int16, or masters, fp32.
             write: the values are going to be changed.
         """
         self.apply_due(unit)
@@ -186,12 +191,19 @@ class ChunkedStep:
             for begin, end, source in [p[1:] for p in _pieces(unit, chunk) if p[0] == index]:
                 with self.zero.pin(chunk.record, self.zero.step_place) as lease:
                     views = chunk.layout.views(lease.raw)
-                    values = views.fields[field] if field is not None else views.lo if views.lo is not None else views.master
-                    if values is None:
-                        raise RuntimeError("fp32 weights are their own masters")
+                    if field is not None:
+                        values = torch.empty(end - begin, device=lease.raw.device)
+                        views.read_field(field, values, start=begin)
+                    else:
+                        head = views.lo if views.lo is not None else views.master
+                        if head is None:
+                            raise RuntimeError("fp32 weights are their own masters")
+                        values = head[begin:end]
+                    yield slice(source, source + end - begin), values
                     if write:
                         lease.mark_dirty()
-                    yield slice(source, source + end - begin), values[begin:end]
+                        if field is not None:
+                            views.store_field(field, values, start=begin)
 
     def master(self, unit: Unit, index: int, weight: torch.Tensor) -> torch.Tensor:
         """The fp32 master of a trained 16-bit parameter, from its present `weight`, a dense view; alone, without other ranks."""
@@ -376,7 +388,7 @@ class ChunkedStep:
             if ranges:
                 self._stepper.step(
                     chunk.weights(unit, weights), self._grads(unit, chunk, update), views, ranges,
-                    grad_scale=update.scale, grad_factor=update.factor,
+                    grad_scale=update.scale, grad_factor=update.factor, place=chunk.start,
                 )  # fmt: skip
             del views
             lease.mark_dirty()
@@ -394,7 +406,7 @@ class ChunkedStep:
         for index, begin, end, _ in _pieces(unit, chunk):
             group = unit.groups[index]
             if update.numbers[index] and group is not None:
-                padded = min(-(-end // ALIGN_NUMEL) * ALIGN_NUMEL, chunk.layout.numel)
+                padded = min(round_up(end, unit.layout.align_numel), chunk.layout.numel)
                 yield StepRange(begin, padded, update.groups[group], update.numbers[index])
 
     def _share_sums(self, unit: Unit, update: Update) -> None:

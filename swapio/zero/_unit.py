@@ -19,7 +19,7 @@ from ..spec import round_up
 from ..swap import Place, Record, RecordLease
 from ._away import AwayParameter, WindowParameter, forget, manage, placeholder, raw_grad, set_raw_grad
 from ._gather import GatheredLease
-from ._layout import ALIGN_NUMEL, Slot, UnitLayout
+from ._layout import Slot, UnitLayout
 from ._partition import Partition
 from ._quiet import quiet, uninterrupted
 from ._saved import WeightHandle
@@ -343,7 +343,7 @@ class Unit:
                 if each.trained:
                     end = self.layout.grad_bytes(each).stop
                     itemsize = self.layout.segments[each.segment].grad_dtype.itemsize
-                    self.grads.tensor[end : end + (round_up(each.span, ALIGN_NUMEL) - each.span) * itemsize].zero_()
+                    self.grads.tensor[end : end + (round_up(each.span, self.layout.align_numel) - each.span) * itemsize].zero_()
         slot = self.layout.slots[index]
         flat = self.grads.tensor[self.layout.grad_bytes(slot)].view(self.layout.segments[slot.segment].grad_dtype)
         if write:

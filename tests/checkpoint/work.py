@@ -152,6 +152,15 @@ def train_and_save(
         return saved, train(engine, 3, 6), snapshot(engine)
 
 
+def train_and_save_as(rank: int, path: str, directory: str, state_dtype: str) -> Snapshot:
+    """What was saved after three steps at stage 3, with the optimizer's state in that dtype."""
+    own = {"timeout_s": 30, "device": "cpu", "optimizer_state_dtype": state_dtype}
+    with engine_of(path, seed=rank, stage=3, dtype="bf16", state="nvme", swapio=own) as engine:
+        train(engine, 0, 3)
+        engine.save_checkpoint(directory)
+        return snapshot(engine)
+
+
 def load_and_train(rank: int, path: str, directory: str, cases: list[tuple[int, str, str, str]]) -> list[Any]:
     """The same from the checkpoint, for each stage, pair of places and dtype."""
     results = []

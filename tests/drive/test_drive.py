@@ -16,30 +16,40 @@ import swapio
 from swapio.cli._app import app
 from swapio.drive import QUICK, STANDARD, TINY, DriveFile, Plan, Search, Setting, best_setting, forecast, measure, run_bench, run_tune
 from swapio.drive._bench import ratio_interval
-from swapio.drive._workload import READ_SHARE, blocks, written_nbytes
+from swapio.drive._workload import READ_SHARE, transfer_nbytes, transfers, written_nbytes
 from swapio.errors import ConfigError, StorageError
 from swapio.io import FILE_BACKENDS, aligned_buffer, cached_nbytes, drop_cache
+from swapio.report import drive_tables
 from swapio.spec import Extent
 
 KiB, MiB = 1 << 10, 1 << 20
 
 
-def test_blocks_go_through_the_file_in_order_and_around() -> None:
+def test_several_blocks_are_handed_over_at_once_but_none_larger_than_a_block() -> None:
+    assert transfer_nbytes(256 * KiB, 512 * MiB) == MiB
+    assert transfer_nbytes(4 * MiB, 512 * MiB) == 4 * MiB
+    assert transfer_nbytes(384 * KiB, 512 * MiB) == 768 * KiB
+    assert transfer_nbytes(64 * KiB, 2 * MiB) == 128 * KiB
+    assert transfer_nbytes(MiB, MiB) == MiB
+
+
+def test_transfers_go_through_the_file_in_order_and_around() -> None:
     extent = Extent(4096, 4 * KiB * 4)
-    assert list(blocks("write", extent, 4 * KiB, 6 * 4 * KiB)) == [("write", 4096 + 4096 * (i % 4)) for i in range(6)]
+    assert list(transfers("write", extent, 4 * KiB, 6 * 4 * KiB)) == [("write", 4096 + 4096 * (i % 4)) for i in range(6)]
 
 
-@pytest.mark.parametrize("num_blocks", [1, 2, 3, 13, 100, 1000])
+@pytest.mark.parametrize("num_blocks", [1, 2, 3, 13, 100, 1000, 10000])
 def test_a_mix_has_its_share_of_reads_and_they_are_ahead(num_blocks: int) -> None:
-    made = list(blocks("mix", Extent(0, num_blocks * 4096), 4096, num_blocks * 4096))
+    each = transfer_nbytes(4096, num_blocks * 4096)
+    made = list(transfers("mix", Extent(0, num_blocks * 4096), each, num_blocks * 4096))
     reads = [offset for kind, offset in made if kind == "read"]
-    assert len(made) == num_blocks
-    assert len(reads) == round(num_blocks * READ_SHARE)
-    assert written_nbytes("mix", 4096, num_blocks * 4096) == 4096 * (num_blocks - len(reads))
+    assert len(made) == num_blocks * 4096 // each
+    assert len(reads) == round(len(made) * READ_SHARE)
+    assert written_nbytes("mix", 4096, num_blocks * 4096) == each * (len(made) - len(reads))
     front = {"read": -1, "write": -1}
     for kind, offset in made:
         front[kind] = offset
-        assert front["read"] >= front["write"] or num_blocks == 1
+        assert front["read"] >= front["write"] or len(made) == 1
 
 
 @pytest.mark.parametrize("backend", FILE_BACKENDS)
@@ -164,10 +174,28 @@ def test_without_fio_and_without_direct(tmp_path: Path, monkeypatch: pytest.Monk
     assert result["best"]["backend"] in ("mmap", "aiofiles")
 
 
+def test_what_there_is_no_time_for_is_left_out_and_named(tmp_path: Path) -> None:
+    result = run_bench(tmp_path, plan=dataclasses.replace(TINY, sustained_nbytes=0, limit_s=0))
+    assert result["grid"]
+    assert result["best"]
+    assert (result["fio"], result["checksums"], result["processes"]) == ([], [], None)
+    assert result["notes"][:2] == ["512.0 KiB instead of 2.0 MiB per point, for time", "grid: 1 of 2 rounds, for time"]
+    left_out = [f"fio, {a}" for a in ("read", "write", "mix")] if result["fio_version"] else []
+    left_out += ["checksums, write", "checksums, read", "2 processes at once"]
+    assert [note for note in result["notes"] if "left out" in note] == [f"{what}: left out, for time" for what in left_out]
+    assert drive_tables(result)
+
+
 def test_paths_that_cannot_be_measured(tmp_path: Path) -> None:
     for run in (run_bench, run_tune):
         with pytest.raises(ConfigError, match="missing: there is no such directory"):
             run(tmp_path / "missing")
+        (tmp_path / "file").touch()
+        with pytest.raises(ConfigError, match="file: is that a file"):
+            run(tmp_path / "file")
+        (tmp_path / "file").unlink()
+        with pytest.raises(ConfigError, match=r"/proc: no file can be made there .*give a directory"):
+            run("/proc")
     assert list(tmp_path.iterdir()) == []
     huge = dataclasses.replace(TINY, file_nbytes=1 << 60)
     with pytest.raises(ConfigError, match="are free"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def test_gradients_that_are_not_finite_skip_the_step_in_forward(tmp_path: Path) 
 
 
 def test_gradients_that_are_not_finite_are_an_error_in_backward(tmp_path: Path) -> None:
-    with at_smallest(tmp_path, "in_backward", dtype="bf16") as engine, pytest.raises(swapio.UsageError, match="not finite.*in_forward"):
+    with at_smallest(tmp_path, "in_backward", dtype="bf16") as engine, pytest.raises(swapio.UsageError, match=r"not finite.*in_forward"):
         engine.backward(plain_loss(engine.module, 0) * float("inf"))
 
 
@@ -211,7 +212,7 @@ def test_more_memory_moves_fewer_bytes(tmp_path: Path, monkeypatch: pytest.Monke
             after = engine.stats()
             moved.append(sum(after[k] - before[k] for k in ("bytes_read", "bytes_written")))
             assert after["host_memory_peak"] <= budget
-    assert all(a > b for a, b in zip(moved, moved[1:], strict=False)), moved
+    assert all(a > b for a, b in itertools.pairwise(moved)), moved
 
 
 @given(st.lists(st.tuples(st.integers(1, 100), st.integers(0, 300)), max_size=30), st.integers(0, 3000))
@@ -227,7 +228,7 @@ def test_equal_items_are_kept_evenly_spread() -> None:
     items = [Movable(Kept("state", i), 10, 20) for i in range(64)]
     for num_kept in (4, 8, 16, 32):
         at = sorted(k.unit for k in resident_set(items, 10 * num_kept))
-        gaps = [b - a for a, b in zip(at, at[1:], strict=False)]
+        gaps = [b - a for a, b in itertools.pairwise(at)]
         assert max(gaps) <= 3 * 64 // num_kept, (num_kept, at)
     weights, state = Movable(Kept("weights", 0), 10, 30), Movable(Kept("state", 0), 10, 20)
     assert resident_set([state, weights], 10) == {weights.key}

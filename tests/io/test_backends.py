@@ -171,6 +171,14 @@ def test_paths_that_cannot_be_used(tmp_path: Path, kind: type[FileStorage]) -> N
         kind("/proc/sys")
 
 
+@every_file
+def test_what_is_no_directory_for_files_says_what_is(tmp_path: Path, kind: type[FileStorage]) -> None:
+    (tmp_path / "file").touch()
+    for path, why in ((Path("/proc"), "no file can be made there"), (tmp_path / "file", "that is no directory")):
+        with pytest.raises(StorageError, match=rf"{why}: give a directory .*nvme_path.*path {path}"):
+            kind(path)
+
+
 def test_a_new_directory_is_private(tmp_path: Path) -> None:
     with DirectStorage(tmp_path / "new"):
         assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from swapio.errors import ClosedError, ConfigError, StorageError
-from swapio.io import IOThreads, MemoryStorage
+from swapio.io import IOThreads, MemoryStorage, Storage, WrapperStorage
 from swapio.spec import PAGE_NBYTES
 from swapio.testing import FaultyStorage, GatedStorage, aligned_buffer, nth
 
@@ -53,6 +53,79 @@ def test_lower_priorities_go_first() -> None:
     assert order == ["first", "soon", "late", "later"]
     assert io.close(TIMEOUT_S)
     assert io.in_flight == 0
+
+
+class _Noting(WrapperStorage):
+    """Notes the name of each block."""
+
+    def __init__(self, inner: Storage) -> None:
+        super().__init__(inner)
+        self.moved: list[str] = []
+
+    def _read_some(self, offset: int, buffer: memoryview, name: str) -> int:
+        self.moved.append(name)
+        return super()._read_some(offset, buffer, name)
+
+
+def test_a_demand_waits_for_one_block_of_a_prefetch() -> None:
+    storage = _Noting(gate := GatedStorage(MemoryStorage()))
+    extent = storage.reserve(5 * PAGE_NBYTES, name="x")
+    io = IOThreads(storage, block_nbytes=PAGE_NBYTES, queue_depth=1)
+    gate.reads.clear()
+    ahead, now = Outcome(), Outcome()
+    io.read(extent.offset, aligned_buffer(5 * PAGE_NBYTES), name="ahead", priority=2, done=ahead)
+    assert gate.waiting.acquire(timeout=TIMEOUT_S)
+    io.read(extent.offset, aligned_buffer(2 * PAGE_NBYTES), name="now", priority=0, done=now)
+    gate.reads.set()
+    assert now.wait() is None
+    assert ahead.wait() is None
+    assert storage.moved == ["ahead", "now", "now", "ahead", "ahead", "ahead", "ahead"]
+    assert io.close(TIMEOUT_S)
+
+
+def test_one_transfer_keeps_the_whole_depth_in_flight() -> None:
+    storage = GatedStorage(MemoryStorage())
+    extent = storage.reserve(8 * PAGE_NBYTES, name="x")
+    io = IOThreads(storage, block_nbytes=PAGE_NBYTES, queue_depth=3)
+    storage.reads.clear()
+    outcome = Outcome()
+    io.read(extent.offset, aligned_buffer(8 * PAGE_NBYTES), name="x", priority=0, done=outcome)
+    for _ in range(3):
+        assert storage.waiting.acquire(timeout=TIMEOUT_S)
+    assert io.in_flight == 3
+    storage.reads.set()
+    assert outcome.wait() is None
+    assert io.close(TIMEOUT_S)
+
+
+def test_a_storage_that_closes_in_the_middle_is_released_at_the_end() -> None:
+    storage = GatedStorage(inner := MemoryStorage())
+    extent = storage.reserve(3 * PAGE_NBYTES, name="x")
+    io = IOThreads(storage, block_nbytes=PAGE_NBYTES, queue_depth=1)
+    storage.writes.clear()
+    running, refused = Outcome(), Outcome()
+    io.write(extent.offset, aligned_buffer(3 * PAGE_NBYTES), name="x", priority=0, done=running)
+    assert storage.waiting.acquire(timeout=TIMEOUT_S)
+    storage.close()
+    io.write(extent.offset, aligned_buffer(PAGE_NBYTES), name="y", priority=0, done=refused)
+    assert isinstance(refused.wait(), ClosedError)
+    inner.write(extent.offset, aligned_buffer(PAGE_NBYTES), name="still open")
+    storage.writes.set()
+    assert running.wait() is None
+    with pytest.raises(ClosedError):
+        inner.write(extent.offset, aligned_buffer(PAGE_NBYTES), name="released")
+    assert io.close(TIMEOUT_S)
+
+
+def test_what_cannot_begin_fails_through_the_callback() -> None:
+    storage = MemoryStorage()
+    storage.reserve(PAGE_NBYTES, name="x")
+    io = IOThreads(storage)
+    outcome = Outcome()
+    io.read(512, aligned_buffer(PAGE_NBYTES), name="x", priority=0, done=outcome)
+    io.read(0, aligned_buffer(2 * PAGE_NBYTES), name="x", priority=0, done=outcome)
+    assert [type(e) for e in outcome.errors] == [ValueError, StorageError]
+    assert io.close(TIMEOUT_S)
 
 
 def test_closing_fails_what_is_queued_and_says_when_a_thread_hangs() -> None:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from swapio.optim import CHUNK_MULTIPLE, chunk_layout, from_torch, round_bf16
+from swapio.optim import CHUNK_MULTIPLE, ChunkLayout, chunk_layout, from_torch, round_bf16
 
 SPECS = {
     "adamw": from_torch(torch.optim.AdamW([torch.zeros(1)]))[0],
@@ -9,6 +9,10 @@ SPECS = {
     "momentum": from_torch(torch.optim.SGD([torch.zeros(1)], momentum=0.9))[0],
     "sgd": from_torch(torch.optim.SGD([torch.zeros(1)]))[0],
 }
+
+
+def _masters(layout: ChunkLayout, split: bool) -> ChunkLayout:
+    return layout if split else layout.whole
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -40,14 +44,17 @@ def test_parts_are_aligned_and_disjoint(name: str, dtype: torch.dtype, numel: in
 def test_no_padding_at_the_chunk_multiple() -> None:
     layout = chunk_layout(SPECS["adamw"], 3 * CHUNK_MULTIPLE, torch.bfloat16)
     assert (layout.head_nbytes, layout.nbytes) == (2 * 3 * CHUNK_MULTIPLE, 10 * 3 * CHUNK_MULTIPLE)
+    assert chunk_layout(SPECS["adamw"], CHUNK_MULTIPLE, torch.bfloat16).whole.nbytes == 12 * CHUNK_MULTIPLE
     assert chunk_layout(SPECS["adamw"], CHUNK_MULTIPLE, torch.float16).nbytes == 12 * CHUNK_MULTIPLE
     assert chunk_layout(SPECS["adamw"], CHUNK_MULTIPLE, torch.float32).nbytes == 8 * CHUNK_MULTIPLE
     assert chunk_layout(SPECS["sgd"], CHUNK_MULTIPLE, torch.float32).nbytes == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_masters_are_stored_and_weights_adopted(dtype: torch.dtype) -> None:
-    layout = chunk_layout(SPECS["sgd"], 100, dtype)
+@pytest.mark.parametrize(
+    ("dtype", "split"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True), (torch.float32, True)]
+)
+def test_masters_are_stored_and_weights_adopted(dtype: torch.dtype, split: bool) -> None:
+    layout = _masters(chunk_layout(SPECS["sgd"], 100, dtype), split)
     views = layout.views(torch.full((layout.nbytes,), 0xFF, dtype=torch.uint8))
     weights = torch.full((100,), 7.0, dtype=dtype)
     given = torch.nn.Parameter(torch.linspace(0.1, 0.9, 30) + 1e-5)

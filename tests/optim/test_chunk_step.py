@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from swapio.optim import ChunkStepper, ChunkViews, OptimizerSpec, StepRange, chunk_layout, from_torch, round_bf16
+from swapio.optim import ChunkLayout, ChunkStepper, ChunkViews, OptimizerSpec, StepRange, chunk_layout, from_torch, round_bf16
 
 NUMEL = 5 * 2048 + 7 * 64
 OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
@@ -21,6 +21,10 @@ OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
 ]
 FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+
+
+def _masters(layout: ChunkLayout, split: bool) -> ChunkLayout:
+    return layout if split else layout.whole
 
 
 class Reference:
@@ -63,8 +67,9 @@ class Reference:
         return ranges
 
 
-def chunks_of(spec: OptimizerSpec, dtype: torch.dtype, chunk_numel: int) -> list[tuple[int, ChunkViews]]:
-    layouts = [(start, chunk_layout(spec, min(chunk_numel, NUMEL - start), dtype)) for start in range(0, NUMEL, chunk_numel)]
+def chunks_of(spec: OptimizerSpec, dtype: torch.dtype, chunk_numel: int, *, split: bool = True) -> list[tuple[int, ChunkViews]]:
+    starts = range(0, NUMEL, chunk_numel)
+    layouts = [(start, _masters(chunk_layout(spec, min(chunk_numel, NUMEL - start), dtype), split)) for start in starts]
     return [(start, layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))) for start, layout in layouts]
 
 
@@ -80,16 +85,19 @@ def rounded(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize(("make", "options"), OPTIMIZERS)
 @pytest.mark.parametrize(
-    ("dtype", "grad_dtype", "scale", "factor"),
+    ("dtype", "split", "grad_dtype", "scale", "factor"),
     [
-        (FP32, FP32, None, None),
-        (FP32, FP32, 768.0, 0.3),
-        (BF16, BF16, None, None),
-        (BF16, FP32, None, None),
-        (HALF, HALF, None, None),
-        (HALF, FP32, None, None),
-        (HALF, HALF, 768.0, 0.3),
-        (HALF, FP32, 768.0, None),
+        (FP32, True, FP32, None, None),
+        (FP32, True, FP32, 768.0, 0.3),
+        (BF16, True, BF16, None, None),
+        (BF16, True, FP32, None, None),
+        (BF16, False, BF16, None, None),
+        (BF16, False, FP32, None, None),
+        (BF16, False, BF16, 768.0, 0.3),
+        (HALF, True, HALF, None, None),
+        (HALF, True, FP32, None, None),
+        (HALF, True, HALF, 768.0, 0.3),
+        (HALF, True, FP32, 768.0, None),
     ],
 )
 @pytest.mark.parametrize(("chunk_numel", "block_numel"), [(NUMEL, 1 << 18), (2048, 64), (4096, 1344)])
@@ -97,6 +105,7 @@ def test_same_bits_as_the_plain_loop(
     make: type[torch.optim.Optimizer],
     options: dict[str, Any],
     dtype: torch.dtype,
+    split: bool,
     grad_dtype: torch.dtype,
     scale: float | None,
     factor: float | None,
@@ -107,7 +116,7 @@ def test_same_bits_as_the_plain_loop(
     master = torch.randn(NUMEL, generator=generator)
     reference = Reference(make, options, master, seed=chunk_numel)
     weights = torch.empty(NUMEL, dtype=dtype)
-    chunks = chunks_of(reference.spec, dtype, chunk_numel)
+    chunks = chunks_of(reference.spec, dtype, chunk_numel, split=split)
     for start, views in chunks:
         part = slice(start, start + chunk_numel)
         views.store_master(master[part], weights[part], start=0)
@@ -143,10 +152,10 @@ def test_same_bits_as_the_plain_loop(
     assert not any(field[outside].any() for field in fields.values())
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16, HALF])
-def test_what_is_outside_keeps_garbage_to_the_bit(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "split"), [(FP32, True), (BF16, True), (BF16, False), (HALF, True)])
+def test_what_is_outside_keeps_garbage_to_the_bit(dtype: torch.dtype, split: bool) -> None:
     spec, _ = from_torch(torch.optim.AdamW([torch.zeros(1)]))
-    layout = chunk_layout(spec, 2048, dtype)
+    layout = _masters(chunk_layout(spec, 2048, dtype), split)
     buffer = torch.randint(0, 256, (layout.nbytes,), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     raw = torch.full((2048 * dtype.itemsize,), 0xFF, dtype=torch.uint8)  # NaN
     weights, views = raw.view(dtype), layout.views(buffer)
@@ -167,11 +176,11 @@ def test_what_is_outside_keeps_garbage_to_the_bit(dtype: torch.dtype) -> None:
         assert torch.equal(part[~inside].view(torch.uint8), before[~inside].view(torch.uint8))
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16, HALF])
+@pytest.mark.parametrize(("dtype", "split"), [(FP32, True), (BF16, True), (BF16, False), (HALF, True)])
 @pytest.mark.parametrize("numel", [0, 1, 63, 1009])
-def test_small_chunks_and_tails(dtype: torch.dtype, numel: int) -> None:
+def test_small_chunks_and_tails(dtype: torch.dtype, split: bool, numel: int) -> None:
     spec, _ = from_torch(torch.optim.AdamW([torch.zeros(1)]))
-    layout = chunk_layout(spec, numel, dtype)
+    layout = _masters(chunk_layout(spec, numel, dtype), split)
     views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
     weights = torch.empty(numel, dtype=dtype)
     views.store_master(torch.ones(numel), weights, start=0)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from swapio.optim import merge_, round_bf16, split_
+from swapio.optim import merge_, round_, round_bf16, split_
 
 SIZES = [0, 1, 63, 64, 65, 1009]
 
@@ -19,6 +19,10 @@ def check_round_trip(bits: torch.Tensor, *, scratch_numel: int | None = None) ->
     assert torch.equal(master.view(torch.int32), bits)
     merge_(hi, lo, again, scratch=scratch)
     assert torch.equal(again.view(torch.int32), bits)
+    weight = torch.empty_like(hi)
+    round_(master, weight, scratch=scratch)
+    finite = master.isfinite()
+    assert torch.equal(weight[finite].view(torch.int16), hi[finite].view(torch.int16))
     return hi
 
 

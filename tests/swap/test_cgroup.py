@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed
 
-from swapio.swap import auto_host_memory, cgroup_cpus, cgroup_memory, host_memory
+from swapio.spec import parse_nbytes
+from swapio.swap import CgroupMemory, HostMemory, SwapManager, _auto, auto_host_memory, cgroup_cpus, cgroup_memory, host_memory
+from swapio.swap._auto import host_capacity, num_local_ranks
 
 GIB = 1 << 30
 V1_NO_LIMIT = 0x7FFFFFFFFFFFF000
@@ -76,3 +81,42 @@ def test_auto_is_a_share_of_the_tighter(tmp_path: Path) -> None:
     small = host_memory(tree(tmp_path, {"proc/self/cgroup": "0::/", **v2("", 1000, 500)}))
     assert (small.free_nbytes, small.auto_nbytes) == (500, 400)
     assert 0 < auto_host_memory() < psutil.virtual_memory().total
+
+
+def test_ranks_of_one_machine_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert num_local_ranks({}) == 1
+    assert num_local_ranks({"LOCAL_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}) == 4
+    assert num_local_ranks({"LOCAL_WORLD_SIZE": "", "MPI_LOCALNRANKS": "2"}) == 2
+    monkeypatch.setattr(_auto, "host_memory", lambda: HostMemory(100 * GIB, 50 * GIB, None))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert auto_host_memory() == host_capacity("auto") == 5 * GIB
+
+
+def test_without_a_launcher_all_ranks_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    assert num_local_ranks({}) == 3
+
+
+@pytest.mark.parametrize(
+    ("wanted", "group", "said"),
+    [
+        ("8GiB", None, ""),
+        ("12GiB", None, '12.0 GiB is more than 8.0 GiB of the machine.*"3276MiB"'),
+        ("3GiB", CgroupMemory(Path("/box"), 2 * GIB, GIB), '3.0 GiB is more than 2.0 GiB of the group /box.*"819MiB"'),
+        (2 * GIB, CgroupMemory(Path("/box"), 2 * GIB, GIB), ""),
+    ],
+)
+def test_more_than_there_is_is_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, wanted: int | str, group: CgroupMemory | None, said: str
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    with caplog.at_level(logging.WARNING, "swapio"):
+        assert host_capacity(wanted, HostMemory(8 * GIB, 4 * GIB, group)) == parse_nbytes(wanted, key="x")
+    assert re.search(said, caplog.text) if said else not caplog.records
+
+
+def test_a_manager_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "swapio"):
+        SwapManager(backend="memory", host_memory=1 << 50).close()
+    assert "host_memory: 1024.00 TiB is more than" in caplog.text

@@ -1,0 +1,88 @@
+"""One training run: seconds, bytes and memory of each step, and what the drive gives at the step's own mix of reads and writes.
+
+    python bench/train_step.py --nvme-path /mnt/nvme0 --host-memory 1GiB --fio              # 134M parameters, all on the drive
+    python bench/train_step.py --preset 1.64B --clipping 0 --optimizer-step in_backward --host-memory min --nvme-path /mnt/nvme0 --fio
+    python bench/train_step.py --tiny                                                       # seconds, for the tests
+
+Prints one line of JSON, with the fields of DeepSpeed's side (`_deepspeed.py`): `step_s`, `phase_s_fwd_bwd_step`, `loss`,
+`step_io_read_write_bytes` (by /proc/self/io), `peak_rss`, `initialize_s`, and the medians of all steps but the first. The run is a process
+of its own, with the settings of malloc that `--malloc` names (`_run.MALLOC`) and OpenMP threads that do not spin (`_run.environment`).
+`--fio` measures the bandwidth before and after, on a file as large as the swap file, which it writes: `of_bandwidth` is bytes moved per
+second over the mean of both. All other flags are the worker's: `python bench/_train.py --help`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from bench._run import MALLOC, TINY, Cells, bandwidth, front_parser, save, train
+from bench._steps import shape_of
+from bench._train import worker_parser
+
+STATE_NBYTES = {"fp32": (14, 12), "bf16": (10, 8), "int8": (8, 6)}
+"""Bytes read and written per parameter and step with 16-bit weights, nothing kept."""
+
+
+def measure(args: argparse.Namespace, options: list[str]) -> dict[str, Any]:
+    """The run, with fio around it."""
+    flags = worker_parser().parse_args(options)
+    read, written = STATE_NBYTES[flags.state_dtype or "fp32"]
+    nbytes = args.fio_mib << 20 or written * shape_of(flags).num_params
+    before = bandwidth(args.nvme_path, nbytes=nbytes, read_share=read / (read + written)) if args.fio else None
+    result = train(options, malloc=args.malloc)
+    if before is not None and result["moved_nbytes"]:
+        after = bandwidth(args.nvme_path, nbytes=nbytes, read_share=result["read_share"])
+        both = [b["best_bytes_per_s"] for b in (before, after) if b is not None]
+        result |= {"bandwidth": [before, after], "of_bandwidth": result["bytes_per_s"] / (sum(both) / len(both))}
+    return result
+
+
+def table(result: dict[str, Any]) -> Cells:
+    rows: Cells = [("step", "s", "forward", "backward", "step()", "read", "written", "stalled", "loss")]
+    columns = ("step_s", "phase_s_fwd_bwd_step", "step_io_read_write_bytes", "step_stall_s", "loss")
+    for i, (seconds, phases, io, stall, loss) in enumerate(zip(*(result[c] for c in columns), strict=True)):
+        moved = (f"{n / 1e9:.3f} GB" for n in io)
+        rows.append((str(i), f"{seconds:.2f}", *(f"{p:.2f}" for p in phases), *moved, f"{stall:.2f}", f"{loss:.4f}"))
+    return rows
+
+
+def draw(figure: Any, result: dict[str, Any]) -> None:
+    axes = figure.subplots()
+    bottom = [0.0] * len(result["step_s"])
+    for i, name in enumerate(("forward", "backward", "step()")):
+        part = [phases[i] for phases in result["phase_s_fwd_bwd_step"]]
+        axes.bar(range(len(part)), part, 0.7, bottom=bottom, label=name)
+        bottom = [a + b for a, b in zip(bottom, part, strict=True)]
+    if "bandwidth" in result:
+        limit = result["median_step_s"] * result["of_bandwidth"]
+        axes.axhline(limit, color="tab:red", linestyle="--", label="bytes moved / the drive's bandwidth")
+    axes.set_xlabel("step")
+    axes.set_ylabel("seconds")
+    axes.legend(fontsize=8)
+
+
+def main(argv: list[str]) -> int:
+    parser = front_parser(__doc__)
+    parser.add_argument("--malloc", choices=tuple(MALLOC), default="lean")
+    parser.add_argument(
+        "--fio", action="store_true", help="measure the drive before and after; each writes as much as the swap file, and more"
+    )
+    parser.add_argument("--fio-mib", type=int, default=0, help="another size of that file")
+    args, options = parser.parse_known_args(argv)
+    if args.tiny:
+        args.fio, args.fio_mib = True, 16
+        options = [*TINY, "--host-memory=min", *options]
+    result = measure(args, [*options, "--nvme-path", args.nvme_path])
+    print(json.dumps(result))
+    if args.out:
+        per_param = f"{result['bytes_per_param_step']:.1f} bytes per parameter and step"
+        title = f"{result['params'] / 1e6:.1f}M parameters, peak RSS {result['peak_rss'] / 2**20:.0f} MiB, {per_param}"
+        save("train_step", args, argv, {title: table(result)}, result, lambda figure: draw(figure, result))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
