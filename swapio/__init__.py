@@ -1,7 +1,8 @@
 """swapio trains PyTorch models larger than the machine's memory."""
 
 from . import checkpointing, ops, runtime, utils, zero
-from .engine import Engine, add_config_arguments, init_distributed, initialize
+from .checkpoint import get_fp32_state_dict
+from .engine import Engine, add_config_arguments, init_distributed, initialize, load_pretrained
 from .engine import initialize as init
 from .errors import (
     BudgetError,
@@ -31,9 +32,11 @@ __all__ = [
     "UsageError",
     "add_config_arguments",
     "checkpointing",
+    "get_fp32_state_dict",
     "init",
     "init_distributed",
     "initialize",
+    "load_pretrained",
     "ops",
     "runtime",
     "utils",

@@ -1,25 +1,65 @@
 """Checkpoints on a drive: tensors by name and shape in `torch.distributed.checkpoint`'s format, in folders that are whole or not there."""
 
 from ._boxes import Box, boxes
-from ._folder import FileSum, check_tag, find, latest_tag, leftovers, publish, set_latest, sum_of, tags, temporary_folder, verify
-from ._tensors import Stored, Stretch, load_stretches, write_stretches
+from ._deepspeed import DeepSpeedStored, is_deepspeed
+from ._export import DTYPES, as_weight, export, export_dtype, exported, get_fp32_state_dict, write_model_config
+from ._folder import (
+    Part,
+    Progress,
+    check_tag,
+    damage,
+    find,
+    latest_tag,
+    leftovers,
+    publish,
+    remove_old,
+    resolve,
+    set_latest,
+    tags,
+    temporary_folder,
+    verify,
+)
+from ._inspect import inspect
+from ._names import ENGINE, RANDOM, key
+from ._safetensors import Entry, SafetensorsFolder, SafetensorsWriter
+from ._tensors import Stored, Stretch
+from ._write import StretchWriter, finish_folder
 
 __all__ = [
+    "DTYPES",
+    "ENGINE",
+    "RANDOM",
     "Box",
-    "FileSum",
+    "DeepSpeedStored",
+    "Entry",
+    "Part",
+    "Progress",
+    "SafetensorsFolder",
+    "SafetensorsWriter",
     "Stored",
     "Stretch",
+    "StretchWriter",
+    "as_weight",
     "boxes",
     "check_tag",
+    "damage",
+    "export",
+    "export_dtype",
+    "exported",
     "find",
+    "finish_folder",
+    "get_fp32_state_dict",
+    "inspect",
+    "is_deepspeed",
+    "key",
     "latest_tag",
     "leftovers",
-    "load_stretches",
     "publish",
+    "remove_old",
+    "resolve",
     "set_latest",
-    "sum_of",
     "tags",
     "temporary_folder",
     "verify",
-    "write_stretches",
+    "write_model_config",
 ]

@@ -1,8 +1,12 @@
 """Checkpoints as folders: whole ones under their tag, half-written ones under another name, and which one is the latest.
 
-[Note: Atomic] A checkpoint is written in `<tag>.tmp-<random>`: data files, `.metadata`, and last the manifest with size and checksum of
-each, all of them synced. One rename gives it its name, then `latest` is replaced by another rename. Whoever dies in between leaves a folder
+[Note: Atomic] A checkpoint is written in `<tag>.tmp-<random>`: data files, `.metadata`, and last the manifest with sizes and checksums,
+all of them synced. One rename gives it its name, then `latest` is replaced by another rename. Whoever dies in between leaves a folder
 that is skipped by its name. Under a tag that exists already, old and new change their names in one system call where the filesystem can.
+What is removed gets such a name first.
+
+[Note: Parts] A file is a row of parts: one per stretch of a tensor, or the whole file. The manifest has the size and checksum of each, so
+damage has the name of a tensor.
 """
 
 from __future__ import annotations
@@ -12,33 +16,42 @@ import ctypes
 import dataclasses
 import errno
 import json
+import logging
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import xxhash
 
 from ..errors import StorageError, UsageError
 
 __all__ = [
-    "FileSum", "check_tag", "find", "latest_tag", "leftovers", "publish", "set_latest", "sum_of", "tags", "temporary_folder", "verify",
+    "Part", "check_tag", "damage", "find", "latest_tag", "leftovers", "part_of", "publish", "remove_old", "resolve", "set_latest", "tags",
+    "temporary_folder", "verify",
 ]  # fmt: skip
+
+logger = logging.getLogger("swapio")
 
 _MANIFEST = "manifest.json"
 _LATEST = "latest"
 _TEMPORARY = ".tmp-"
-_FORMAT = 1
+_FORMAT = 2
 _BLOCK_NBYTES = 1 << 20
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
+Progress = Callable[[int, int], None] | None
+"""Is told the bytes that are done, and those that there are."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class FileSum:
-    """Size and xxh3 checksum of a file."""
+class Part:
+    """A stretch of a file: what is in it, its size and its xxh3 checksum. The parts of a file follow each other without gaps."""
 
+    name: str
     nbytes: int
     xxh3_64: int
 
@@ -89,19 +102,39 @@ def find(directory: Path, tag: str) -> Path:
     raise UsageError(f"{directory} has no checkpoint {tag!r}; it has {', '.join(map(repr, there)) or 'none'}")
 
 
-def sum_of(path: Path) -> FileSum:
-    digest, nbytes = xxhash.xxh3_64(), 0
+def resolve(checkpoint: Path, tag: str | None = None) -> Path:
+    """The folder of a checkpoint, given that folder or the one around it.
+
+    Args:
+        tag: default: what `latest` names.
+
+    Raises:
+        UsageError: there is none; the message lists those that are there.
+    """
+    if tag is None and (checkpoint / _MANIFEST).is_file() and _TEMPORARY not in checkpoint.name:
+        return checkpoint
+    tag = latest_tag(checkpoint) if tag is None else tag
+    return find(checkpoint, _LATEST if tag is None else tag)  # no folder is called so: the error says what there is
+
+
+def part_of(path: Path) -> Part:
+    """A whole file as one part."""
+    nbytes = path.stat().st_size
     with path.open("rb") as file:
-        while block := file.read(_BLOCK_NBYTES):
-            digest.update(block)
-            nbytes += len(block)
-    return FileSum(nbytes, digest.intdigest())
+        return Part(path.name, nbytes, _digest(file, nbytes))
 
 
-def publish(temporary: Path, final: Path, sums: Mapping[str, FileSum]) -> None:
+def _digest(file: BinaryIO, nbytes: int) -> int:
+    digest = xxhash.xxh3_64()
+    while nbytes and (block := file.read(min(nbytes, _BLOCK_NBYTES))):
+        digest.update(block)
+        nbytes -= len(block)
+    return digest.intdigest()
+
+
+def publish(temporary: Path, final: Path, files: Mapping[str, Sequence[Part]]) -> None:
     """Give a complete folder its name."""
-    manifest = {"format": _FORMAT, "tag": final.name, "files": {name: dataclasses.asdict(s) for name, s in sums.items()}}
-    _write_synced(temporary / _MANIFEST, json.dumps(manifest, indent=1))
+    _write_synced(temporary / _MANIFEST, _manifest_text(final.name, files))
     _sync_folder(temporary)
     if final.exists():
         _exchange(temporary, final)
@@ -112,6 +145,30 @@ def publish(temporary: Path, final: Path, sums: Mapping[str, FileSum]) -> None:
     _sync_folder(final.parent)
 
 
+def remove_old(directory: Path, *, keep_last: int, token: int) -> list[str]:
+    """Remove all but the newest checkpoints and the one that `latest` names. What is not one of ours, whole and nothing else, stays."""
+    removed = []
+    for tag in tags(directory)[:-keep_last]:
+        path = directory / tag
+        if tag == latest_tag(directory):
+            continue
+        try:
+            saved_as, files = _read_manifest(path)
+            foreign = files.keys() ^ {p.name for p in path.iterdir() if p.name != _MANIFEST}
+        except (OSError, UsageError) as error:
+            logger.warning("%s is old, but stays: %s", path, error)
+            continue
+        if foreign or saved_as != tag:
+            logger.warning("%s is old, but stays, as it is not what was saved: %s", path, ", ".join(sorted(foreign)) or "its name")
+            continue
+        aside = temporary_folder(directory, tag, token)
+        path.rename(aside)
+        _sync_folder(directory)
+        shutil.rmtree(aside)
+        removed.append(tag)
+    return removed
+
+
 def set_latest(directory: Path, tag: str) -> None:
     temporary = directory / f"{_LATEST}{_TEMPORARY}{time.monotonic_ns():x}"
     _write_synced(temporary, tag)
@@ -119,39 +176,80 @@ def set_latest(directory: Path, tag: str) -> None:
     _sync_folder(directory)
 
 
-def verify(path: Path, *, share: int = 0, num_shares: int = 1) -> None:
-    """Compare sizes of all files, and the content of this share of them, with the manifest.
+def verify(path: Path, *, share: int = 0, num_shares: int = 1, but: str | None = None) -> None:
+    """Compare sizes of all files, and the content of this share of their parts, with the manifest.
+
+    Args:
+        but: parts whose names begin so are not read.
 
     Raises:
-        StorageError: a file is missing, too short or too long, or has changed since it was written.
+        StorageError: a file is missing, too short or too long, or a part has changed since it was written.
     """
-    for number, (name, wanted) in enumerate(_read_manifest(path).items()):
+    for error in damage(path, share=share, num_shares=num_shares, but=but):
+        raise error
+
+
+def damage(
+    path: Path, *, content: bool = True, share: int = 0, num_shares: int = 1, but: str | None = None, progress: Progress = None
+) -> Iterator[StorageError]:
+    """All that is not as the manifest says.
+
+    Args:
+        content: read everything; else sizes alone.
+        progress: is told the bytes that were read, and those that will be.
+    """
+    _, files = _read_manifest(path)
+    total, done = sum(p.nbytes for parts in files.values() for p in parts), 0
+    for name, parts in files.items():
+        file_path, nbytes = path / name, sum(p.nbytes for p in parts)
         try:
-            nbytes = (path / name).stat().st_size
-            if nbytes != wanted.nbytes:
-                raise _wrong(path / name, wanted.nbytes, nbytes, "it has another size than when it was written")
-            if number % num_shares == share and (found := sum_of(path / name)) != wanted:
-                why = f"it is not what was written: xxh3 {found.xxh3_64:016x} instead of {wanted.xxh3_64:016x}"
-                raise _wrong(path / name, wanted.nbytes, nbytes, why)
-        except FileNotFoundError as error:
-            raise _wrong(path / name, wanted.nbytes, 0, "it is missing") from error
+            found = file_path.stat().st_size
+        except FileNotFoundError:
+            yield _wrong(file_path, nbytes, 0, "it is missing")
+            continue
+        if found != nbytes:
+            yield _wrong(file_path, nbytes, found, "it has another size than when it was written")
+        if not content:
+            continue
+        offset = 0
+        with file_path.open("rb") as file:
+            for number, part in enumerate(parts):
+                file.seek(offset)
+                wanted = number % num_shares == share and not (but and part.name.startswith(but))
+                if wanted and offset < found and (digest := _digest(file, part.nbytes)) != part.xxh3_64:
+                    why = f"it is not what was written: xxh3 {digest:016x} instead of {part.xxh3_64:016x}"
+                    yield _wrong(file_path, part.nbytes, part.nbytes, why, name=part.name, offset=offset)
+                offset += part.nbytes
+                done += part.nbytes
+                if progress is not None:
+                    progress(done, total)
 
 
-def _read_manifest(path: Path) -> dict[str, FileSum]:
+def _manifest_text(tag: str, files: Mapping[str, Sequence[Part]]) -> str:
+    named = {name: [[p.name, p.nbytes, f"{p.xxh3_64:016x}"] for p in parts] for name, parts in files.items()}
+    content = {"format": _FORMAT, "tag": tag, "files": named}
+    return json.dumps(content | {"xxh3_64": xxhash.xxh3_64_hexdigest(json.dumps(content).encode())})
+
+
+def _read_manifest(path: Path) -> tuple[str, dict[str, list[Part]]]:
+    """The tag under which it was saved, and the parts of each file."""
     manifest = path / _MANIFEST
+    text = manifest.read_bytes()
     try:
-        content = json.loads(manifest.read_bytes())
-        files = {str(name): FileSum(int(s["nbytes"]), int(s["xxh3_64"])) for name, s in content["files"].items()}
+        content = json.loads(text)
         version = content["format"]
+        if version != _FORMAT:
+            raise UsageError(f"{manifest} has the format {version!r}; this version of swapio reads {_FORMAT}")
+        files = {str(f): [Part(str(n), int(b), int(x, 16)) for n, b, x in parts] for f, parts in content["files"].items()}
+        if _manifest_text(content["tag"], files).encode() != text:
+            raise ValueError("its checksum is another")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _wrong(manifest, manifest.stat().st_size, 0, f"it is damaged: {type(error).__name__}: {error}") from error
-    if version != _FORMAT:
-        raise UsageError(f"{manifest} has the format {version!r}; this version of swapio reads {_FORMAT}")
-    return files
+        raise _wrong(manifest, len(text), 0, f"it is damaged: {type(error).__name__}: {error}") from error
+    return str(content["tag"]), files
 
 
-def _wrong(path: Path, wanted: int, got: int, why: str) -> StorageError:
-    return StorageError("read", name=path.name, path=str(path), offset=0, wanted=wanted, got=got, errno=errno.EIO, why=why)
+def _wrong(path: Path, wanted: int, got: int, why: str, *, name: str | None = None, offset: int = 0) -> StorageError:
+    return StorageError("read", name=name or path.name, path=str(path), offset=offset, wanted=wanted, got=got, errno=errno.EIO, why=why)
 
 
 def _write_synced(path: Path, text: str) -> None:

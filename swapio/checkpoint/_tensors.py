@@ -1,9 +1,4 @@
-"""Tensors and objects to and from `torch.distributed.checkpoint`, a stretch at a time.
-
-[Note: Own writer and reader] PyTorch's `FileSystemWriter` keeps a reference to each tensor until its file ends, and its reader goes file by
-file, loading a stored chunk again for each part of it that is wanted. Here one stretch is in memory at a time; the files are the same, so
-`torch.distributed.checkpoint.load` and its tools read them.
-"""
+"""Tensors from `torch.distributed.checkpoint`'s format, a stretch at a time."""
 
 from __future__ import annotations
 
@@ -11,47 +6,31 @@ import contextlib
 import dataclasses
 import io
 import math
-import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
-import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ..errors import StorageError
+from ..memory import copy_to
 from ._boxes import Box, boxes
-from ._folder import FileSum
 
-__all__ = ["Stored", "Stretch", "load_stretches", "write_stretches"]
+__all__ = ["Stored", "Stretch"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -108,37 +87,14 @@ class Stored:
             load(found, storage_reader=FileSystemReader(self.path), no_dist=True)
         return found[name]
 
-
-def write_stretches(path: Path, stretches: Sequence[Stretch], objects: Mapping[str, Any], *, group: dist.ProcessGroup | None) -> FileSum:
-    """Write into the folder `path`; all ranks of `group` call it together. Returns the sum of this rank's file, which is synced.
-
-    Args:
-        stretches: of all ranks together, each element of each tensor once.
-        objects: of this rank, under names that no other rank uses.
-
-    Raises:
-        StorageError: no room, or another fault of the drive; on all ranks.
-    """
-    writer = _Writer(path)
-    try:
-        with _alone():
-            save({}, storage_writer=writer, planner=_SavePlanner(stretches, objects), process_group=group, no_dist=group is None)
-    except CheckpointException as failed:
-        error = next(iter(failed.failures.values()))[0]
-        if isinstance(error, OSError) and not isinstance(error, StorageError):
-            raise _write_error(error, name=".metadata", path=path, offset=0, wanted=0) from error
-        raise error from None
-    return writer.sum
-
-
-def load_stretches(stored: Stored, stretches: Sequence[Stretch]) -> None:
-    """Read and `write` the stretches one after the other. This rank alone."""
-    reader = _Reader(stored.path)
-    try:
-        with _alone():
-            load({}, storage_reader=reader, planner=_LoadPlanner(stretches), no_dist=True)
-    except CheckpointException as failed:
-        raise next(iter(failed.failures.values()))[0] from None
+    def load(self, stretches: Sequence[Stretch]) -> None:
+        """Read and `write` the stretches one after the other. This rank alone."""
+        reader = _Reader(self.path)
+        try:
+            with _alone():
+                load({}, storage_reader=reader, planner=_LoadPlanner(stretches), no_dist=True)
+        except CheckpointException as failed:
+            raise next(iter(failed.failures.values()))[0] from None
 
 
 @contextlib.contextmanager
@@ -147,87 +103,6 @@ def _alone() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
-
-
-def _write_error(error: OSError, *, name: str, path: Path, offset: int, wanted: int) -> StorageError:
-    code = error.errno or 0
-    return StorageError("write", name=name, path=str(path), offset=offset, wanted=wanted, got=0, errno=code, why=os.strerror(code))
-
-
-class _SavePlanner(SavePlanner):
-    def __init__(self, stretches: Sequence[Stretch], objects: Mapping[str, Any]) -> None:
-        self._objects = objects
-        self._stretches = stretches
-        self._boxes: dict[MetadataIndex, tuple[Stretch, Box]] = {}
-        self._current: tuple[Stretch, torch.Tensor] | None = None
-
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        pass
-
-    def create_local_plan(self) -> SavePlan:
-        items = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._objects]
-        for stretch in self._stretches:
-            for box in stretch.boxes():
-                index = MetadataIndex(stretch.name, box.offsets)
-                self._boxes[index] = (stretch, box)
-                chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-                data = TensorWriteData(chunk, TensorProperties(dtype=stretch.dtype), torch.Size(stretch.shape))
-                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-        return SavePlan(items)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return create_default_global_save_plan(all_plans)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        if write_item.type is WriteItemType.BYTE_IO:
-            stream = io.BytesIO()
-            torch.save(self._objects[write_item.index.fqn], stream)
-            return stream
-        stretch, box = self._boxes[write_item.index]
-        if self._current is None or self._current[0] is not stretch:
-            if stretch.read is None:
-                raise RuntimeError(f"{stretch} has nothing to read it with")
-            self._current = stretch, stretch.read()
-        return box.view(self._current[1], stretch.start).clone(memory_format=torch.contiguous_format)
-
-
-class _Writer(FileSystemWriter):
-    """The file of each rank, written in the order of its plan."""
-
-    sum: FileSum
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        name = f"{plan.storage_data.prefix}0.distcp"
-        path = Path(self.path) / name
-        results, offset, digest = [], 0, xxhash.xxh3_64()
-        with path.open("xb", buffering=0) as file:
-            for item in plan.items:
-                data = planner.resolve_data(item)
-                stream = data if isinstance(data, io.BytesIO) else io.BytesIO()
-                if isinstance(data, torch.Tensor):
-                    torch.save(data, stream)
-                with stream.getbuffer() as content:
-                    try:
-                        _write_all(file, content)
-                    except OSError as error:
-                        raise _write_error(error, name=item.index.fqn, path=path, offset=offset, wanted=content.nbytes) from error
-                    digest.update(content)
-                    results.append(WriteResult(item.index, content.nbytes, _StorageInfo(name, offset, content.nbytes)))
-                    offset += content.nbytes
-            os.fsync(file.fileno())
-        self.sum = FileSum(offset, digest.intdigest())
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-
-def _write_all(file: io.FileIO, content: memoryview) -> None:
-    done = 0
-    while done < content.nbytes:
-        done += file.write(content[done:])
 
 
 class _LoadPlanner(LoadPlanner):
@@ -297,7 +172,7 @@ class _Reader(FileSystemReader):
                     content = self._slice_file(files[info.relative_path], info)
                     last = item.storage_index, torch.load(cast(Any, content), map_location="cpu", weights_only=True)
                 target = planner.resolve_tensor(item)
-                target.copy_(_narrow(last[1], item.storage_offsets, item.lengths))
+                copy_to(target, _narrow(last[1], item.storage_offsets, item.lengths))
                 planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)

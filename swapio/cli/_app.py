@@ -126,6 +126,35 @@ def config(
         print(load_config(file, world_size=world_size, world_size_source="--world-size").describe())
 
 
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="The folder of a checkpoint, or the one around it.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="The folder to write to.", show_default=False)],
+    tag: Annotated[str | None, typer.Option(help="Which checkpoint of several; default: the latest.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="fp32, fp16 or bf16; default: as it was trained.", show_default=False)] = None,
+    trainable_only: Annotated[bool, typer.Option("--trainable-only", help="Only what was trained, as of an adapter.")] = False,
+    max_shard_size: Annotated[str, typer.Option(help="Of a file.")] = "5GB",
+) -> None:
+    """Write the model of a checkpoint as safetensors, which transformers loads. Load from folders that you trust."""
+    from ._checkpoint import export_checkpoint
+
+    export_checkpoint(checkpoint, out, tag, dtype, trainable_only, max_shard_size, Console(highlight=False))
+
+
+@app.command()
+def inspect(
+    checkpoint: Annotated[Path, typer.Argument(help="The folder of a checkpoint, or the one around it.", show_default=False)],
+    tag: Annotated[str | None, typer.Option(help="Which checkpoint of several; default: the latest.")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Read every byte and compare it with what was written.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, and nothing else.")] = False,
+) -> None:
+    """Say what is in a checkpoint: step, ranks, sizes, damage, and what is beside it. Exit code 1: it is damaged."""
+    from ._checkpoint import inspect_checkpoint
+
+    if not inspect_checkpoint(checkpoint, tag, verify, as_json, Console(highlight=False)):
+        raise typer.Exit(1)
+
+
 def main() -> None:
     """The entry point of `swapio` and `python -m swapio`. Exit code 2: what was asked for cannot work; 1: something failed."""
     try:

@@ -6,6 +6,7 @@ from ._engine import Engine
 from ._estimate import Estimate, estimate_model_states
 from ._initialize import initialize
 from ._monitor import Monitor
+from ._pretrained import load_pretrained
 from ._scaler import LossScaler
 from ._schedulers import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR, scheduler_from_config
 
@@ -23,5 +24,6 @@ __all__ = [
     "estimate_model_states",
     "init_distributed",
     "initialize",
+    "load_pretrained",
     "scheduler_from_config",
 ]

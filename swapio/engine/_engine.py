@@ -18,10 +18,12 @@ from ..errors import ClosedError, ConfigError, RankError, StorageError, Transfer
 from ..spec import format_nbytes
 from ..swap import SwapManager
 from ..zero import ChunkedStep, UnitSet, managed, uninterrupted
+from ._export import save_model
+from ._load import load_checkpoint
 from ._memory import memory
 from ._monitor import Monitor
 from ._optimizer import EngineOptimizer
-from ._saving import load_checkpoint, save_checkpoint
+from ._save import Saving
 from ._scaler import LossScaler
 
 __all__ = ["Engine"]
@@ -81,6 +83,7 @@ class Engine(nn.Module):
         self._stepper = stepper
         self._restore_nbytes = restore_nbytes
         self._step_applied = False
+        self._saving: Saving | None = None  # in the background
         self._failed = False
         self._abandoned = False
         self.optimizer: EngineOptimizer | None = None
@@ -166,6 +169,7 @@ class Engine(nn.Module):
             raise RuntimeError("an optimizer comes with its stepper")
         self._check_membership()
         self.zero.close_windows()
+        self._poll_saving()
         try:
             with uninterrupted(), self.zero.lock:
                 stepper.check()
@@ -195,6 +199,19 @@ class Engine(nn.Module):
         except _BROKEN:
             self._failed = True
             raise
+
+    def _poll_saving(self) -> None:
+        """Raise what failed in the background, and end what has ended."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            if not saving.poll():
+                self._saving = saving
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when what `save_checkpoint(async_save=True)` began is whole on the drive, or raise what failed; on all ranks together."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
 
     def _own_optimizer(self) -> EngineOptimizer:
         if self.optimizer is not None:
@@ -487,11 +504,13 @@ class Engine(nn.Module):
                 "the weights (%s) are not given back to the module: %s", format_nbytes(self._restore_nbytes),
                 "a transfer failed" if self._failed else "they do not fit in host_memory; copy engine.module.state_dict() before closing",
             )  # fmt: skip
-        try:
-            self.zero.close(reason, restore=restore, wait=not self._failed)
-        finally:
-            self._finalizer()
-            self.monitor.close()
+        saving, self._saving = self._saving, None
+        with contextlib.ExitStack() as end:
+            end.callback(self.monitor.close)
+            end.callback(self._finalizer)
+            end.callback(self.zero.close, reason, restore=restore, wait=not self._failed)
+            if saving is not None:
+                saving.abandon() if self._failed else saving.wait()
 
     def abandon(self) -> None:
         """Close without giving the weights back to the module."""
@@ -505,6 +524,9 @@ class Engine(nn.Module):
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        *,
+        async_save: bool = False,
+        keep_last: int | None = None,
     ) -> bool:
         """Save all that training goes on from into the folder `save_dir/tag`; all ranks call it together, between steps.
 
@@ -513,11 +535,17 @@ class Engine(nn.Module):
         numbers of ranks, stages, places, budgets and dtypes. The folder appears whole or not at all; a tag that exists is replaced.
         Buffers are those of rank 0. One unit and one chunk of state are in memory at a time.
 
+        Saving in the background, what a step is about to change is saved before, so the checkpoint is that of this call. It gets its name
+        at the first step that finds it written, in `wait_for_checkpoint`, in the next save or load, or in `close`; there too a failure is
+        raised. Writes to weights by yourself must wait for it.
+
         Args:
             tag: default `global_step{N}`.
             client_state: anything that `torch.save` takes; `load_checkpoint` returns it.
             save_latest: name the tag in the file `latest`, which `load_checkpoint` looks for.
             exclude_frozen_parameters: leave them out.
+            async_save: write while training goes on.
+            keep_last: then remove older checkpoints in `save_dir` but for so many, and but for that which `latest` names.
 
         Returns:
             True, as DeepSpeed's does.
@@ -526,7 +554,16 @@ class Engine(nn.Module):
             UsageError: a tag that is no name, or another one on another rank; StorageError: no room, or another fault of the drive.
         """
         self._check()
-        save_checkpoint(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+        self.wait_for_checkpoint()
+        saving = Saving(
+            self, save_dir, tag, client_state or {},
+            save_latest=save_latest, exclude_frozen=exclude_frozen_parameters, keep_last=keep_last,
+        )  # fmt: skip
+        if async_save:
+            saving.start()
+            self._saving = saving
+        else:
+            saving.write()
         return True
 
     def load_checkpoint(
@@ -541,7 +578,8 @@ class Engine(nn.Module):
         """Go on from what `save_checkpoint` saved; all ranks call it together. Load from folders that you trust: objects are unpickled.
 
         Every byte is checked, and names and shapes compared, before the first change: a load that fails there leaves the engine as it is.
-        Gradients are dropped.
+        Gradients are dropped. A checkpoint of DeepSpeed's ZeRO (stages 1 to 3, any number of ranks) is loaded too; it has no checksums and
+        no random state.
 
         Args:
             tag: default: what the file `latest` names.
@@ -557,11 +595,35 @@ class Engine(nn.Module):
             UsageError: there is no such checkpoint, or it does not fit; StorageError: a file is damaged, missing or cannot be read.
         """
         self._check()
+        self.wait_for_checkpoint()
         return load_checkpoint(self, load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
 
-    def save_16bit_model(self, *args: Any, **kwargs: Any) -> None:
-        """Not supported yet."""
-        raise UsageError("save_16bit_model is not supported yet; the weights: torch.save(engine.module.state_dict(), path)")
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+        *,
+        dtype: torch.dtype | str | None = None,
+        max_shard_size: int | str = "5GB",
+    ) -> bool:
+        """Save the weights alone as safetensors into the folder `save_dir`; all ranks call it together.
+
+        As `swapio export` does from a checkpoint: one file, or several with an index, tensors with several names under the first, and a
+        `config.json` where `transformers` can load the model. Each rank writes what it has; some MiB are in memory at a time.
+
+        Args:
+            save_filename: of a model that fits in one file; a name with another ending becomes `model.safetensors`.
+            exclude_frozen_parameters: only what is trained, as of an adapter.
+            dtype: `"fp32"` (the masters), `"bf16"`, `"fp16"` or a `torch.dtype`, of what is floating; default: as it is trained.
+            max_shard_size: bytes of a file.
+
+        Raises:
+            ConfigError: another dtype; StorageError: no room, or another fault of the drive.
+        """
+        self._check()
+        save_model(self, save_dir, save_filename, exclude_frozen_parameters, dtype, max_shard_size)
+        return True
 
     save_fp16_model = save_16bit_model
 
@@ -601,6 +663,8 @@ def _alive(reference: weakref.ref[Engine]) -> Engine:
 
 
 def _abandon(zero: UnitSet, manager: SwapManager | None) -> None:
+    if zero.snapshot is not None:
+        zero.snapshot.stop()
     zero.closed = zero.closed or "the engine of this model was deleted without close(), and its weights with it"
     zero.ranks.close(wait=False)
     if manager is not None:

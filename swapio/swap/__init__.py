@@ -1,5 +1,6 @@
 """A tiered store of tensors: records that rest on NVMe, in host memory or on the device and come when they are used."""
 
+from ._ahead import Prefetcher
 from ._auto import HostMemory, auto_host_memory, host_memory
 from ._cgroup import CgroupMemory, cgroup_cpus, cgroup_memory
 from ._manager import Acquisition, RecordLease, SwapManager
@@ -13,6 +14,7 @@ __all__ = [
     "CgroupMemory",
     "HostMemory",
     "Place",
+    "Prefetcher",
     "Record",
     "RecordLease",
     "Residency",

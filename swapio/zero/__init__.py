@@ -25,6 +25,7 @@ from ._plan import Kept, Movable, resident_set
 from ._portable import PortableState, Portion
 from ._quiet import uninterrupted
 from ._ranks import Ranks
+from ._snapshot import Snapshot
 from ._step import CHUNK_NUMEL, ChunkedStep, StepTiming, chunk_layouts
 from ._unit import Unit
 from ._units import UnitSet
@@ -43,6 +44,7 @@ __all__ = [
     "PortableState",
     "Portion",
     "Ranks",
+    "Snapshot",
     "StepTiming",
     "Unit",
     "UnitLayout",

@@ -270,8 +270,8 @@ class ConstructionSet(UnitSet):
 
     # --- what goes ---
 
-    def pin(self, record: Record, place: Place) -> RecordLease:
-        return super().pin(record, Place.HOST)
+    def pin(self, record: Record, place: Place, *, patient: bool = False) -> RecordLease:
+        return super().pin(record, Place.HOST, patient=patient)
 
     def make_room(self, wanted: Unit | None) -> None:
         super().make_room(wanted)

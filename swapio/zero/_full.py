@@ -222,6 +222,7 @@ class _Known:
 
     def write_state(self, field: str, flat: torch.Tensor) -> None:
         with self.zero.lock, quiet():
+            self.zero.changing(self.unit)
             for part, values in self.stepper.state(self.unit, self.index, field, write=True):
                 values.copy_(flat[part])
 
@@ -247,6 +248,7 @@ class _Known:
             self.unit.open()
             try:
                 self.unit.find_writes()
+                self.zero.changing(self.unit)
                 self._raw().copy_(weight.view(torch.uint8))
                 self.unit.weights_written(self.index)
             finally:

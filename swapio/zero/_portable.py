@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
 import torch
 
+from ..memory import copy_to
 from ..optim import split_
-from ..swap import RecordLease
+from ..swap import Prefetcher, Record, RecordLease
 from ._layout import Slot
 from ._partition import Partition, Piece
 from ._quiet import quiet
@@ -54,18 +55,40 @@ class PortableState:
     """Reads and writes portions one after the other; a unit and a chunk are in memory at a time, as in a step.
 
     Use it as a context manager, between steps, and call `settle` before the rest.
+
+    Args:
+        patient: raise `BudgetError` where only letting go of attached units would make room.
     """
 
-    def __init__(self, zero: UnitSet) -> None:
+    def __init__(self, zero: UnitSet, *, patient: bool = False) -> None:
         self._zero = zero
+        self._patient = patient
         self._rank = zero.ranks.rank
         self._leases: list[RecordLease] = []  # of a unit, then of one of its chunks
+        self._prefetcher: Prefetcher | None = None
+        self._num_pinned = 0  # since `expect`
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._release(0)
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+
+    def expect(self, portions: Sequence[Portion]) -> None:
+        """These are going to be read or written, in order: bring them ahead."""
+        if self._zero.schedule is None:
+            return
+        order: list[Record] = []
+        pinned: list[Record] = []
+        for portion in portions:
+            wanted = _records(portion)
+            order += wanted[_num_same(pinned, wanted) :]
+            pinned = wanted
+        self._num_pinned = 0
+        self._prefetcher = self._zero.manager.prefetcher()
+        self._prefetcher.follow([(record, self._zero.step_place) for record in order], 0)
 
     def settle(self) -> None:
         """Make updates that are due, and take over what the user wrote into weights.
@@ -124,21 +147,29 @@ class PortableState:
                 first = stop
         yield from _uncovered(first, last)
 
-    def read(self, portion: Portion) -> torch.Tensor:
-        """The values, `[numel]` in host memory; good until the next call."""
+    def read(self, portion: Portion, *, weight: bool = False) -> torch.Tensor:
+        """The values, `[numel]` in host memory; good until the next call.
+
+        Args:
+            weight: in place of a master, the weight that it rounds to.
+        """
         with self._zero.lock, quiet():
             numel = portion.stop - portion.start
+            if weight:
+                portion = dataclasses.replace(portion, chunk=None)
             weights, chunk = self._pin(portion, dirty=False)
             if chunk is None or portion.chunk is None:
                 return _weights(portion, weights).cpu()
-            views = portion.chunk.layout.views(chunk.raw)
-            if portion.field is None and portion.slot.index in portion.unit.stale_masters:
+            views, own_master = portion.chunk.layout.views(chunk.raw), not portion.chunk.layout.head_nbytes
+            if portion.field is None and (own_master or portion.slot.index in portion.unit.stale_masters):
                 return _weights(portion, weights).float().cpu()
+            if portion.field is not None and views.fields[portion.field].dtype is torch.float32:
+                return views.fields[portion.field][portion.begin : portion.begin + numel].cpu()
             values = torch.empty(numel, device=chunk.raw.device)
             if portion.field is not None:
                 views.read_field(portion.field, values, start=portion.begin)
-                return values.cpu()
-            views.read_master(values, portion.chunk.weights(portion.unit, weights.raw), start=portion.begin)
+            else:
+                views.read_master(values, portion.chunk.weights(portion.unit, weights.raw), start=portion.begin)
             return values.cpu()
 
     def write(self, portion: Portion, values: torch.Tensor) -> None:
@@ -149,13 +180,18 @@ class PortableState:
             if chunk is not None and portion.chunk is not None:
                 views = portion.chunk.layout.views(chunk.raw)
                 if portion.field is not None:
-                    views.store_field(portion.field, values, start=portion.begin)
+                    if views.fields[portion.field].dtype is torch.float32:
+                        copy_to(views.fields[portion.field][portion.begin : portion.begin + values.numel()], values)
+                    else:
+                        views.store_field(portion.field, values, start=portion.begin)
+                elif not portion.chunk.layout.head_nbytes:
+                    copy_to(_weights(portion, weights), values)
                 else:
                     views.store_master(values, portion.chunk.weights(portion.unit, weights.raw), start=portion.begin)
             elif portion.slot.trained and portion.slot.dtype is torch.bfloat16:
                 split_(values, _weights(portion, weights), torch.empty(values.numel(), dtype=torch.int16, device=values.device))
             else:
-                _weights(portion, weights).copy_(values)
+                copy_to(_weights(portion, weights), values)
 
     def written(self, unit: Unit, indices: Iterable[int]) -> None:
         """All of these parameters' weights and masters were written."""
@@ -166,13 +202,14 @@ class PortableState:
             unit.record_changed(indices)
 
     def _pin(self, portion: Portion, *, dirty: bool) -> tuple[RecordLease, RecordLease | None]:
-        wanted = [portion.unit.record, *([portion.chunk.record] if portion.chunk is not None else [])]
-        same = 0
-        while same < min(len(wanted), len(self._leases)) and self._leases[same].record is wanted[same]:
-            same += 1
+        wanted = _records(portion)
+        same = _num_same([lease.record for lease in self._leases], wanted)
         self._release(same)
         for record in wanted[same:]:
-            self._leases.append(self._zero.pin(record, self._zero.step_place))
+            self._num_pinned += 1
+            if self._prefetcher is not None:
+                self._prefetcher.move(self._num_pinned)
+            self._leases.append(self._zero.pin(record, self._zero.step_place, patient=self._patient))
         if dirty:
             self._leases[0 if portion.field is None else 1].mark_dirty()
             if portion.field is None and portion.chunk is not None and portion.chunk.layout.head_nbytes:
@@ -182,6 +219,15 @@ class PortableState:
     def _release(self, keep: int) -> None:
         while len(self._leases) > keep:
             self._leases.pop().release()
+
+
+def _records(portion: Portion) -> list[Record]:
+    return [portion.unit.record, *([portion.chunk.record] if portion.chunk is not None else [])]
+
+
+def _num_same(pinned: Sequence[Record], wanted: Sequence[Record]) -> int:
+    """How many of those that are pinned can stay."""
+    return next((i for i, (a, b) in enumerate(zip(pinned, wanted, strict=False)) if a is not b), min(len(pinned), len(wanted)))
 
 
 def _uncovered(first: int, last: int) -> Iterator[tuple[int, int, None]]:

@@ -16,7 +16,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -138,6 +138,16 @@ class Ranks:
             if theirs != mine:
                 there = theirs.decode(errors="replace").strip()
                 raise RankError(f"{what}: rank {rank} is elsewhere, at {there!r}; all ranks must make the same calls of the engine")
+
+    def gather(self, value: Any, *, what: str) -> list[Any]:
+        """The picklable value of each rank, on rank 0; nothing on the others."""
+        if self.alone:
+            return [value]
+        self.meet(what)
+        gathered = [None] * self.size if self.rank == 0 else None
+        with self._named(what):
+            dist.gather_object(value, gathered, dst=0, group=self._meeting)
+        return gathered or []
 
     def meet(self, what: str) -> None:
         """Return when all ranks are here."""

@@ -381,6 +381,7 @@ class ChunkedStep:
             return
         with zero.pin(chunk.record, zero.step_place) as lease:
             zero.note(chunk.record, zero.step_place)
+            zero.changing(unit, chunk)
             views = chunk.layout.views(lease.raw)
             for _, begin, end, _ in stale:
                 views.adopt_weights(chunk.weights(unit, weights), start=begin, stop=end)

@@ -114,6 +114,7 @@ class Unit:
                     lease.mark_dirty()
                     self.layout_view(raw, index).copy_(data)
                     self.stale_masters.add(index)
+                    self.zero.written(self, {index})
             except UsageError:
                 lease.release()
                 raise
@@ -223,6 +224,7 @@ class Unit:
         if written:
             self.lease.mark_dirty()
             self.stale_masters |= written
+            self.zero.written(self, written)
 
     def weights_written(self, index: int) -> None:
         """The bytes of a parameter of an attached unit were changed for the user, on all ranks."""

@@ -28,7 +28,8 @@ from ._sums import GradientSums
 from ._unit import Unit
 
 if TYPE_CHECKING:
-    from ._step import ChunkedStep
+    from ._snapshot import Snapshot
+    from ._step import Chunk, ChunkedStep
 
 __all__ = ["UnitSet"]
 
@@ -80,6 +81,7 @@ class UnitSet:
         self.saved = SavedTensors()
         self.units: list[Unit] = []
         self.stepper: ChunkedStep | None = None  # as soon as there is one
+        self.snapshot: Snapshot | None = None  # being saved
         self.closed: str | None = None
         self._attached: dict[Unit, None] = {}
         self._windows: list[tuple[Unit, int | None]] = []  # with the backward in which saved-tensor hooks were pushed
@@ -196,14 +198,31 @@ class UnitSet:
 
     # --- called by units ---
 
+    def changing(self, unit: Unit, chunk: Chunk | None = None) -> None:
+        """A chunk, or all of a unit, is about to be changed: whoever saves its present state must have it."""
+        if self.snapshot is not None:
+            self.snapshot.changing(unit, chunk)
+
+    def written(self, unit: Unit, indices: set[int]) -> None:
+        """The user wrote these parameters."""
+        if self.snapshot is not None:
+            self.snapshot.written(unit, indices)
+
     def check_open(self) -> None:
         if self.closed is not None:
             raise ClosedError(self.closed)
 
-    def pin(self, record: Record, place: Place) -> RecordLease:
+    def pin(self, record: Record, place: Place, *, patient: bool = False) -> RecordLease:
+        """Bring and pin a record.
+
+        Args:
+            patient: leave what is attached as it is.
+        """
         try:
             return self.manager.pin(record, self.manager.place(place), self)
         except BudgetError:
+            if patient:
+                raise
             self.detach_idle()  # whatever can go, before giving up
             self.shut_grads()
             return self.manager.pin(record, self.manager.place(place), self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import subprocess
@@ -53,19 +54,31 @@ def test_a_full_drive(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(("name", "offset"), [("__0_0.distcp", 0), ("__0_0.distcp", 100_000), ("__0_0.distcp", -1), (".metadata", 500)])
-def test_one_flipped_bit(tmp_path: Path, name: str, offset: int) -> None:
+def test_one_flipped_bit(tmp_path: Path) -> None:
+    """The error names the tensor, and the engine stays as it is; the other checkpoint loads."""
     with engine_of(tmp_path) as engine:
-        train(engine, 0, 1)
-        engine.save_checkpoint(tmp_path / "saved")
-        train(engine, 1, 2)
-        before = snapshot(engine)
-        flip(tmp_path / "saved" / "global_step1" / name, offset)
-        with pytest.raises(swapio.StorageError, match=rf"'{re.escape(name)}' failed: it is not what was written"):
-            engine.load_checkpoint(tmp_path / "saved")
-        same(snapshot(engine), before)
-        assert engine.global_steps == 2
+        for step in range(2):
+            train(engine, step, step + 1)
+            engine.save_checkpoint(tmp_path / "saved")
         train(engine, 2, 3)
+        before = snapshot(engine)
+        folder = tmp_path / "saved" / "global_step2"
+        names, offset = {".metadata": (".metadata", 500), "manifest.json": ("manifest.json", 90)}, 0
+        for name, nbytes, _ in json.loads((folder / "manifest.json").read_text())["files"]["__0_0.distcp"]:
+            names |= {f"{name} {place}": ("__0_0.distcp", offset + place) for place in (0, nbytes - 1)}
+            offset += nbytes
+        assert len(names) > 60 and offset == (folder / "__0_0.distcp").stat().st_size
+        for name in ("random.0 0", "engine 0", *list(names)[:2], *list(names)[6::9], *list(names)[-2:]):
+            flip(folder / names[name][0], names[name][1])
+            with pytest.raises(swapio.StorageError, match=rf"'{re.escape(name.split()[0])}' failed: it is "):
+                engine.load_checkpoint(tmp_path / "saved")
+            flip(folder / names[name][0], names[name][1])
+        same(snapshot(engine), before)
+        assert engine.global_steps == 3
+        flip(folder / "__0_0.distcp", 0)
+        engine.load_checkpoint(tmp_path / "saved", "global_step1")
+        train(engine, 1, 3)
+        same(snapshot(engine), before)
 
 
 def test_files_that_are_short_missing_or_nonsense(tmp_path: Path) -> None:
@@ -81,12 +94,44 @@ def test_files_that_are_short_missing_or_nonsense(tmp_path: Path) -> None:
             engine.load_checkpoint(tmp_path)
         data.write_bytes(content)
         good = manifest.read_text()
-        for bad in (good[:-5], "[]", good.replace("nbytes", "nbytEs"), good.replace('"format": 1', '"format": 2')):
+        for bad in (good[:-5], "[]", good.replace("files", "filEs"), good.replace('"format": 2', '"format": 3')):
             manifest.write_text(bad)
             with pytest.raises((swapio.StorageError, swapio.UsageError), match=r"manifest\.json"):
                 engine.load_checkpoint(tmp_path)
         manifest.write_text(good)
         assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "a")
+
+
+def test_saved_and_loaded_and_saved_again(tmp_path: Path) -> None:
+    with engine_of(tmp_path, dtype="bf16") as engine:
+        train(engine, 0, 2)
+        engine.save_checkpoint(tmp_path, tag="a")
+        train(engine, 2, 3)
+        engine.load_checkpoint(tmp_path, "a")
+        engine.save_checkpoint(tmp_path, tag="b")
+    assert (tmp_path / "a" / "__0_0.distcp").read_bytes() == (tmp_path / "b" / "__0_0.distcp").read_bytes()
+
+
+def test_old_ones_are_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """But for what is not ours, not whole, not as it was saved, or named by `latest`."""
+    with engine_of(tmp_path, params="none", state="none") as engine:
+        directory = tmp_path / "saved"
+        for tag in ("latest one", "a", "b", "with a note", "short", "renamed"):
+            engine.save_checkpoint(directory, tag=tag, save_latest=tag == "latest one")
+        (directory / "with a note" / "note").touch()
+        (directory / "short" / "__0_0.distcp").unlink()
+        (directory / "renamed").rename(directory / "best")
+        (directory / "mine").mkdir()
+        (directory / "mine" / "manifest.json").write_text("{}")
+        for tag in ("d", "e"):
+            engine.save_checkpoint(directory, tag=tag, save_latest=False, keep_last=2)
+        kept = {"latest one", "latest", "with a note", "short", "best", "mine", "d", "e"}
+        assert {p.name for p in directory.iterdir()} == kept
+        assert all(f"{directory / name} is old, but stays" in caplog.text for name in ("with a note", "short", "best", "mine"))
+        with pytest.raises(swapio.UsageError, match="keep_last=0 would keep no checkpoint"):
+            engine.save_checkpoint(directory, keep_last=0)
+        engine.save_checkpoint(directory, tag="f", keep_last=1)
+        assert {p.name for p in directory.iterdir()} == (kept | {"f"}) - {"latest one", "d", "e"}
 
 
 def test_tags(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,12 +58,31 @@ class Net(nn.Module):
         return loss
 
 
+class Tied(Net):
+    """With a weight under two names; without what is no tensor."""
+
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
+
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        super().__init__()
+        self.head = nn.Linear(31, 97, bias=False)
+        self.head.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = super().forward(x) + self.head(x).float().square().mean()
+        return loss
+
+
 def make(seed: int = 0, **kwargs: Any) -> Net:
     torch.manual_seed(seed)
     return Net(**kwargs)
 
 
-def settings(path: Any, *, params: str = "nvme", state: str = "cpu", dtype: str = "fp32", stage: int = 3, **more: Any) -> dict[str, Any]:
+def settings(
+    path: Any, *, params: str = "nvme", state: str = "cpu", dtype: str = "fp32", stage: int = 3, timing: str = "auto", **more: Any
+) -> dict[str, Any]:
     def place(device: str) -> dict[str, Any]:
         return {"device": device} | ({"nvme_path": str(path)} if device == "nvme" else {})
 
@@ -73,7 +93,7 @@ def settings(path: Any, *, params: str = "nvme", state: str = "cpu", dtype: str 
         "bf16": {"enabled": dtype == "bf16"},
         "fp16": {"enabled": dtype == "fp16", "initial_scale_power": 22, "hysteresis": 1, "loss_scale_window": 2},
         "zero_optimization": {"stage": stage, "offload_param": place(params), "offload_optimizer": place(state)},
-        "swapio": {"timeout_s": 30, "device": "cpu"},
+        "swapio": {"timeout_s": 30, "device": "cpu", "optimizer_step": timing},
     } | more
 
 
@@ -121,11 +141,13 @@ def same(a: Snapshot, b: Snapshot) -> None:
 # --- on several ranks ---
 
 
-def train_and_save(rank: int, path: str, directory: str, stage: int, dtype: str) -> tuple[Snapshot, list[float], Snapshot]:
+def train_and_save(
+    rank: int, path: str, directory: str, stage: int, dtype: str, async_save: bool = False
+) -> tuple[Snapshot, list[float], Snapshot]:
     """What was saved after three steps, and three steps more."""
     with engine_of(path, seed=rank, stage=stage, dtype=dtype, params="nvme", state="nvme") as engine:
         train(engine, 0, 3)
-        engine.save_checkpoint(directory, client_state={"epoch": 7})
+        engine.save_checkpoint(directory, client_state={"epoch": 7}, async_save=async_save)
         saved = snapshot(engine)
         return saved, train(engine, 3, 6), snapshot(engine)
 
@@ -150,6 +172,14 @@ def load_and_train(rank: int, path: str, directory: str, cases: list[tuple[int, 
             loaded = snapshot(engine)
             results.append((loaded, train(engine, 3, 6), snapshot(engine)))
     return results
+
+
+def train_and_export(rank: int, path: str, out: str) -> None:
+    """A checkpoint and the weights, into one folder."""
+    with engine_of(path, stage=3) as engine:
+        train(engine, 0, 2)
+        engine.save_checkpoint(out)
+        engine.save_16bit_model(out)
 
 
 def fail_on_one_rank(rank: int, path: str, directory: str) -> list[str]:
@@ -194,7 +224,7 @@ def flip(path: Path, offset: int) -> None:
 
 
 def die_at(path: str, directory: str, tag: str, moment: int) -> None:
-    """Save a second checkpoint, and die at the `moment`-th thing that this does to the filesystem."""
+    """Save a second checkpoint, which removes the first, and die at the `moment`-th thing that this does to the filesystem."""
     engine = engine_of(path, params="none", state="none")
     train(engine, 0, 1)
     engine.save_checkpoint(directory, tag=tag or None)
@@ -215,7 +245,7 @@ def die_at(path: str, directory: str, tag: str, moment: int) -> None:
 
     os.fsync = counted  # type: ignore[assignment]
     sys.addaudithook(count)
-    engine.save_checkpoint(directory, tag=tag or None)
+    engine.save_checkpoint(directory, tag=tag or None, keep_last=1)
     os._exit(0)
 
 
@@ -251,3 +281,21 @@ def fill(path: str) -> None:
         loaded, _ = engine.load_checkpoint(path)
         assert loaded == str(Path(path) / last[1])
         same(snapshot(engine), last[0])
+
+
+class Gate:
+    """Lets so many writes of a background thread through, then no more until it is open."""
+
+    def __init__(self, write: Callable[..., None]) -> None:
+        self._write = write
+        self.num_allowed = 0
+        self.stuck = threading.Event()
+        self.open = threading.Event()
+
+    def write(self, writer: Any, *args: Any) -> None:
+        if threading.current_thread().name == "swapio-snapshot":
+            self.num_allowed -= 1
+            if self.num_allowed < 0:
+                self.stuck.set()
+                self.open.wait(20)
+        self._write(writer, *args)

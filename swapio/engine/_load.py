@@ -1,0 +1,252 @@
+"""`load_checkpoint`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..checkpoint import ENGINE, RANDOM, DeepSpeedStored, Stored, Stretch, find, is_deepspeed, key, latest_tag, tags, verify
+from ..errors import UsageError
+from ..zero import PortableState, Portion, Unit
+from ._contents import buffer_stretch, buffers, set_random_state, stretch, with_extra_state
+from ._save import report_leftovers
+
+if TYPE_CHECKING:
+    from ._engine import Engine
+
+__all__ = ["load_checkpoint", "some"]
+
+logger = logging.getLogger("swapio")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What `load_checkpoint` was told to load."""
+
+    strict: bool
+    optimizer: bool
+    scheduler: bool
+    module_only: bool
+
+
+def load_checkpoint(
+    engine: Engine,
+    load_dir: Any,
+    tag: Any,
+    load_module_strict: bool,
+    load_optimizer_states: bool,
+    load_lr_scheduler_states: bool,
+    load_module_only: bool,
+) -> tuple[str | None, dict[str, Any] | None]:
+    """See `Engine.load_checkpoint`."""
+    directory, ranks = Path(load_dir), engine.zero.ranks
+    wanted = _Wanted(
+        strict=load_module_strict,
+        optimizer=load_optimizer_states and not load_module_only and engine.optimizer is not None,
+        scheduler=load_lr_scheduler_states and not load_module_only and engine.lr_scheduler is not None,
+        module_only=load_module_only,
+    )
+    with ranks.together("looking for a checkpoint"):
+        if ranks.rank == 0:
+            report_leftovers(directory)
+        tag = latest_tag(directory) if tag is None else str(tag)
+        path = None if tag is None else directory / tag if is_deepspeed(directory / tag) else find(directory, tag)
+    if path is None:
+        there = ", ".join(map(repr, tags(directory))) or "none"
+        logger.warning("nothing is loaded: %s has no file 'latest', and no tag was given; checkpoints there: %s", directory, there)
+        return None, None
+    with ranks.together(f"checking {path}"):
+        if not is_deepspeed(path):
+            verify(path, share=ranks.rank, num_shares=ranks.size)
+    with PortableState(engine.zero) as state:
+        with ranks.together(f"reading {path}"):
+            state.settle()
+            loading = _Loading(engine, state, DeepSpeedStored(path) if is_deepspeed(path) else Stored(path), wanted)
+        with ranks.together(f"loading settings from {path}"):
+            loading.apply_settings()
+        engine._zero_grad()
+        try:
+            with ranks.together(f"loading {path}"):
+                loading.apply()
+        except BaseException:
+            engine._failed = True  # weights of two kinds: not to be given back
+            raise
+        engine.zero.refresh_views()
+    logger.info("loaded %s", path)
+    return str(path), loading.objects["client_state"]
+
+
+class _Loading:
+    """A checkpoint that fits the engine; nothing of the engine is changed before `apply`.
+
+    Raises:
+        UsageError: it does not fit.
+    """
+
+    def __init__(self, engine: Engine, state: PortableState, stored: Stored | DeepSpeedStored, wanted: _Wanted) -> None:
+        self.engine = engine
+        self.state = state
+        self.stored = stored
+        self.wanted = wanted
+        self.objects: dict[str, Any] = stored.get(ENGINE)
+        self.random = stored.get(f"{RANDOM}.{engine.global_rank}")
+        self._buffers = dict(buffers(engine.module))
+        self._params = {name: (unit, slot) for unit, slot, name in state.params()}
+        self._loaded = self._matching_names()
+        for name in sorted(self._loaded):
+            self._check_tensor(key(name), name)
+        if wanted.optimizer:
+            self._check_optimizer()
+        if wanted.scheduler:
+            self._check_scheduler()
+
+    def _matching_names(self) -> set[str]:
+        extra = {name for name, _ in with_extra_state(self.engine.module)}
+        here = self._params.keys() | self._buffers.keys() | {f"{n}._extra_state" for n in extra}
+        there = {n.removeprefix("module.") for n in self.stored.shapes if n.startswith("module.")}
+        there |= {f"{n}._extra_state" for n in self.objects["extra_state"]}
+        left_out = set(self.objects["left_out"])
+        missing, unexpected = here - there - left_out, there - here
+        if missing or unexpected:
+            say = f"not in the checkpoint: {some(missing)}; not in the model: {some(unexpected)}"
+            if self.wanted.strict:
+                raise UsageError(f"{self.stored.path} does not fit the model. {say}. load_module_strict=False loads what both have")
+            logger.warning("%s does not fit the model, what both have is loaded. %s", self.stored.path, say)
+        if kept := here & left_out - there:
+            logger.info("not in the checkpoint (exclude_frozen_parameters), so as they are: %s", some(kept))
+        return here & there - {f"{n}._extra_state" for n in extra}
+
+    def _check_tensor(self, key: str, name: str) -> None:
+        shape, dtype = self.stored.shapes[key], self.stored.dtypes[key]
+        if name in self._params:
+            slot = self._params[name][1]
+            here, here_dtype = slot.shape, slot.dtype
+        else:
+            here, here_dtype = tuple(self._buffers[name].shape), self._buffers[name].dtype
+        if shape != here:
+            raise UsageError(f"{key!r} has the shape {here}, and {shape} in {self.stored.path}; load into the same model")
+        if _kind(dtype) != _kind(here_dtype):
+            raise UsageError(f"{key!r} is {here_dtype}, and {dtype} in {self.stored.path}; load into the same model")
+
+    def _check_optimizer(self) -> None:
+        saved = self.objects["optimizer"]
+        other = "pass load_optimizer_states=False to load the rest"
+        if saved is None:
+            raise UsageError(f"{self.stored.path} has no optimizer state: it was saved without an optimizer; {other}")
+        if set(saved["fields"]) != set(self.state.fields):
+            raise UsageError(
+                f"{self.stored.path} has the optimizer state {', '.join(saved['fields']) or '(none)'}; the optimizer here keeps "
+                f"{', '.join(self.state.fields) or '(none)'}: use the same kind, or {other}"
+            )
+        if len(saved["groups"]) != len(self._groups):
+            raise UsageError(
+                f"{self.stored.path} has {len(saved['groups'])} param groups, the optimizer here {len(self._groups)}: use the same groups, "
+                f"or {other}"
+            )
+        trained = {n for n, (_, slot) in self._params.items() if slot.trained}
+        for name in trained & saved["num_updates"].keys() & self._loaded:
+            for field in self.state.fields:
+                if key(name, field) not in self.stored.shapes:
+                    raise UsageError(f"{key(name, field)!r} is not in {self.stored.path}; {other}")
+                self._check_tensor(key(name, field), name)
+        stepper = self.engine._stepper
+        there = saved.get("state_dtype", "fp32")
+        if stepper is not None and there != stepper.spec.state_dtype:
+            logger.info(
+                "%s has the optimizer state of a run with %s; it is converted to %s", self.stored.path, there, stepper.spec.state_dtype
+            )
+        if fresh := trained - saved["num_updates"].keys():
+            logger.warning("not trained when the checkpoint was saved, so their optimizer state begins anew: %s", some(fresh))
+        if unused := saved["num_updates"].keys() & self._params.keys() - trained:
+            logger.warning("not trained any more, so the optimizer state in the checkpoint is not used: %s", some(unused))
+
+    def _check_scheduler(self) -> None:
+        saved, here = self.objects["scheduler"], type(self.engine.lr_scheduler).__name__
+        if saved is None or saved["type"] not in (None, here):
+            raise UsageError(
+                f"{self.stored.path} has {'no scheduler' if saved is None else saved['type']}, and here is {here}: use the same, or pass "
+                "load_lr_scheduler_states=False to load the rest"
+            )
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.engine.optimizer.param_groups if self.engine.optimizer is not None else []
+
+    def apply(self) -> None:
+        """Change everything but the settings."""
+        self.stored.load(self._stretches())
+        self._begin_anew()
+        by_unit: dict[Unit, list[int]] = {}
+        for name in self._loaded & self._params.keys():
+            unit, slot = self._params[name]
+            by_unit.setdefault(unit, []).append(slot.index)
+        for unit, indices in by_unit.items():
+            self.state.written(unit, indices)
+        self._apply_counts()
+        for name, module in with_extra_state(self.engine.module):
+            if name in self.objects["extra_state"]:
+                module.set_extra_state(self.objects["extra_state"][name])
+
+    def apply_settings(self) -> None:
+        """Change param groups and scheduler, or nothing."""
+        before = [dict(group) for group in self._groups]
+        try:
+            if self.wanted.optimizer:
+                for group, saved in zip(self._groups, self.objects["optimizer"]["groups"], strict=True):
+                    group.update(saved)
+            if self.wanted.scheduler:
+                self.engine.lr_scheduler.load_state_dict(self.objects["scheduler"]["state"])
+        except Exception:
+            for group, old in zip(self._groups, before, strict=True):
+                group.update(old)
+            raise
+
+    def _stretches(self) -> list[Stretch]:
+        portions = [p for p in self.state.kept() if p.name in self._loaded and self._is_stored(p)]
+        self.state.expect(portions)
+        found = [stretch(p, write=self.state) for p in portions]
+        return found + [buffer_stretch(n, b) for n, b in self._buffers.items() if n in self._loaded]
+
+    def _is_stored(self, portion: Portion) -> bool:
+        return portion.field is None or (self.wanted.optimizer and portion.name in self.objects["optimizer"]["num_updates"])
+
+    def _begin_anew(self) -> None:
+        """Zeros for optimizer state that the checkpoint does not have."""
+        if self.wanted.optimizer:
+            for portion in self.state.kept():
+                if portion.field is not None and not self._is_stored(portion):
+                    self.state.write(portion, torch.zeros(portion.stop - portion.start))
+
+    def _apply_counts(self) -> None:
+        engine, stepper = self.engine, self.engine._stepper
+        if self.wanted.optimizer and stepper is not None:
+            saved = self.objects["optimizer"]["num_updates"]
+            for name, (unit, slot) in self._params.items():
+                stepper.num_updates[unit][slot.index] = saved.get(name, 0) if slot.trained else 0
+            if engine._scaler is not None and self.objects["scaler"] is not None:
+                engine._scaler.load_state_dict(self.objects["scaler"])
+                engine.zero.loss_scale = engine._scaler.scale
+        if self.wanted.module_only:
+            return
+        for name, value in self.objects["counters"].items():
+            setattr(engine, name, value)
+        if self.random is not None:
+            set_random_state(self.random, engine.device)
+        else:
+            logger.info("rank %d was not there when the checkpoint was saved: its random state stays", engine.global_rank)
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return "floating" if dtype.is_floating_point else str(dtype)
+
+
+def some(names: Iterable[str], most: int = 5) -> str:
+    """The first names, for people."""
+    found: Sequence[str] = sorted(names)
+    more = f" and {len(found) - most} more" if len(found) > most else ""
+    return (", ".join(map(repr, found[:most])) or "nothing") + more
