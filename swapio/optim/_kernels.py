@@ -14,6 +14,7 @@ from torch.optim.radam import radam
 from torch.optim.rmsprop import rmsprop
 
 from ..errors import UsageError
+from ._grad import without_grad
 from ._spec import Group, OptimizerSpec, state_fields
 from ._split import BLOCK_NUMEL
 
@@ -24,7 +25,7 @@ _FUNCTIONS: dict[str, Callable[..., None]] = {
 }  # fmt: skip
 
 
-@torch.no_grad()
+@without_grad
 def step_range(
     spec: OptimizerSpec,
     group: Group,

@@ -26,6 +26,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ._grad import without_grad
+
 __all__ = ["BLOCK_NUMEL", "merge_", "round_", "round_bf16", "split_"]
 
 BLOCK_NUMEL = 256 * 1024
@@ -38,7 +40,7 @@ _SHIFT = torch.tensor(16, dtype=torch.int32, device="cpu")
 _ONE = torch.tensor(1, dtype=torch.int32, device="cpu")
 
 
-@torch.no_grad()
+@without_grad
 def merge_(hi: Tensor, lo: Tensor, master: Tensor, *, scratch: Tensor | None = None) -> None:
     """Fill `master` (fp32 `[numel]`) with the exact master of `hi` (bfloat16 `[numel]`) and `lo` (int16 `[numel]`).
 
@@ -57,7 +59,7 @@ def merge_(hi: Tensor, lo: Tensor, master: Tensor, *, scratch: Tensor | None = N
     master.view(torch.int32).add_(low)
 
 
-@torch.no_grad()
+@without_grad
 def split_(master: Tensor, hi: Tensor, lo: Tensor, *, scratch: Tensor | None = None) -> None:
     """Fill `hi` (bfloat16) and `lo` (int16) from `master` (fp32, unchanged), all `[numel]`. `scratch` as in `merge_`."""
     numel = master.numel()
@@ -72,7 +74,7 @@ def split_(master: Tensor, hi: Tensor, lo: Tensor, *, scratch: Tensor | None = N
     hi.view(torch.int16).copy_(rounded.bitwise_right_shift_(_SHIFT))
 
 
-@torch.no_grad()
+@without_grad
 def round_(master: Tensor, weight: Tensor, *, scratch: Tensor | None = None) -> None:
     """Fill `weight` (bfloat16, float16 or fp32) with the rounded `master` (fp32, unchanged), both `[numel]`. `scratch` as in `merge_`."""
     if weight.dtype is not torch.bfloat16:

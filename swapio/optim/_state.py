@@ -25,6 +25,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ._grad import without_grad
+
 __all__ = ["SCALE_NUMEL", "SQUARES", "Dither", "StateDtype", "field_nbytes", "load_", "store_"]
 
 StateDtype = Literal["fp32", "bf16", "int8"]
@@ -36,7 +38,10 @@ SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", 
 """Fields that are means or sums of squares."""
 
 _PERIOD = 1 << 14  # 64 KiB of a table at a time: it stays in the cache
-_LEVELS = {False: 127.0, True: 255.5}  # the largest value is so many scales
+# As in _split.py, numbers are tensors: making one of a Python number costs more than using it.
+_HALF = torch.tensor(0.5, device="cpu")
+_SHIFT, _ULPS, _MASK = (torch.tensor(number, dtype=torch.int32, device="cpu") for number in (16, 4, -8))
+_LEVELS = {False: torch.tensor(127.0, device="cpu"), True: torch.tensor(255.5, device="cpu")}  # the largest value is so many scales
 _LEAST_SCALE = {False: 2.0**-45, True: 2.0**-49}
 
 
@@ -83,7 +88,7 @@ class Dither:
             values[whole:].add_(numbers[: values.numel() - whole])
 
 
-@torch.no_grad()
+@without_grad
 def load_(stored: Tensor, scales: Tensor | None, values: Tensor, *, square: bool, to_step: bool = False) -> None:
     """Fill `values` (fp32 `[numel]`) with a stored field.
 
@@ -101,7 +106,7 @@ def load_(stored: Tensor, scales: Tensor | None, values: Tensor, *, square: bool
     rows = values.view(-1, SCALE_NUMEL)
     if square:
         values.copy_(stored)
-        values.add_(0.5)
+        values.add_(_HALF)
         rows.mul_(scales[:, None])
         values.mul_(values)
     else:
@@ -109,7 +114,7 @@ def load_(stored: Tensor, scales: Tensor | None, values: Tensor, *, square: bool
         rows.mul_(scales[:, None])
 
 
-@torch.no_grad()
+@without_grad
 def store_(values: Tensor, stored: Tensor, scales: Tensor | None, *, square: bool, dither: Dither | None, scratch: Tensor) -> None:
     """The reverse of `load_`; `values` is overwritten.
 
@@ -124,7 +129,7 @@ def store_(values: Tensor, stored: Tensor, scales: Tensor | None, *, square: boo
     if stored.dtype is torch.bfloat16 and dither is not None:
         bits = values.view(torch.int32)
         dither.add_(bits, bf16_table)
-        stored.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
+        stored.view(torch.int16).copy_(bits.bitwise_right_shift_(_SHIFT))
         return
     if scales is None:
         raise ValueError("codes without scales")
@@ -134,7 +139,7 @@ def store_(values: Tensor, stored: Tensor, scales: Tensor | None, *, square: boo
     else:
         torch.maximum(rows.amax(1), rows.amin(1).neg_(), out=scales)
     scales.div_(_LEVELS[square])
-    scales.view(torch.int32).add_(4).bitwise_and_(-8)
+    scales.view(torch.int32).add_(_ULPS).bitwise_and_(_MASK)  # to a multiple of 8, the nearest
     inverse = scales.clamp_min(_LEAST_SCALE[square]).reciprocal_()
     torch.threshold_(scales, _LEAST_SCALE[square], 0.0)
     rows.mul_(inverse[:, None])

@@ -88,8 +88,8 @@ class SpilledGrads:
     @property
     def tensor(self) -> torch.Tensor:
         if self._lease is None:
-            self._zero.note(self.record, Place.HOST)
             self._lease = self._zero.pin(self.record, Place.HOST)
+            self._zero.note(self.record, Place.HOST)
             self._uses = self._count()
         return self._lease.raw
 

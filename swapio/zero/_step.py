@@ -358,8 +358,8 @@ class ChunkedStep:
         zero = self.zero
         if zero.sums is not None and not zero.stage:
             self._share_sums(unit, update)
-        zero.note(unit.record, zero.step_place)
         with zero.pin(unit.record, zero.step_place) as weights:
+            zero.note(unit.record, zero.step_place)
             if update.num_done == 0 and update.grads is not None:
                 update.grads.tensor  # noqa: B018  (bring them)
             for chunk in self.chunks[unit][update.num_done :]:
@@ -377,10 +377,10 @@ class ChunkedStep:
         zero = self.zero
         ranges = list(self._ranges(unit, chunk, update))
         stale = [p for p in _pieces(unit, chunk) if p[0] in unit.stale_masters] if chunk.layout.head_nbytes else []
-        zero.note(chunk.record, zero.step_place)
         if not ranges and not stale:
             return
         with zero.pin(chunk.record, zero.step_place) as lease:
+            zero.note(chunk.record, zero.step_place)
             zero.changing(unit, chunk)
             views = chunk.layout.views(lease.raw)
             for _, begin, end, _ in stale:

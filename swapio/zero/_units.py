@@ -254,7 +254,7 @@ class UnitSet:
         self.note(unit.record, Place.DEVICE)
 
     def note(self, record: Record, place: Place) -> None:
-        """A record is used in `place` now."""
+        """A record is used in `place` now. Call it with the record pinned: from here on it is expected late, and would be the first to go."""
         if self.schedule is not None:
             self.schedule.used(record, place)
 

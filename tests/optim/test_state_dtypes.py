@@ -109,6 +109,23 @@ def test_the_mean_is_exact(dtype: StateDtype, square: bool) -> None:
     assert error.mean().abs() < 0.002
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
+def test_a_second_moment_decays(dtype: StateDtype) -> None:
+    """By a thousandth in a step, for half of a block, while the other half keeps its scale. To nearest, all would stay at 1."""
+    spec = spec_of(dtype)
+    layout = chunk_layout(spec, 1 << 12, torch.float32)
+    views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
+    values = torch.ones(1 << 12)
+    views.store_field("exp_avg_sq", values, start=0)
+    stepper, weights, grads = ChunkStepper(spec), torch.zeros(1 << 12), torch.ones(1 << 12)
+    grads[::2] = 0
+    for step in range(1, 1001):
+        stepper.step(weights, grads, views, [StepRange(0, 1 << 12, spec.groups[0], step)])
+    views.read_field("exp_avg_sq", values, start=0)
+    assert values[1::2].mean().item() == pytest.approx(1, rel=0.002)
+    assert values[::2].mean().item() == pytest.approx(0.999**1000, rel=0.01)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 def test_zero_bytes_are_zeros_and_stay_so(dtype: StateDtype) -> None:
     spec = spec_of(dtype)
@@ -200,7 +217,7 @@ def test_close_to_fp32(dtype: StateDtype) -> None:
     want = run(spec_of("fp32"), 4096, 2048, dtype=torch.float32)
     got = run(spec_of(dtype), 4096, 2048, dtype=torch.float32)
     moved = (want[1] - torch.randn(NUMEL, generator=torch.Generator().manual_seed(3))).abs().mean()
-    assert 0 < (got[1] - want[1]).abs().mean() < moved * {"bf16": 0.002, "int8": 0.1}[dtype]
+    assert 0 < (got[1] - want[1]).abs().mean() < moved * {"bf16": 0.002, "int8": 0.2}[dtype]
     for a, b in zip(got[2:], want[2:], strict=True):
         assert (a - b).abs().mean() < b.abs().mean() * {"bf16": 0.005, "int8": 0.05}[dtype]
 
