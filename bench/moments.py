@@ -181,11 +181,11 @@ def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> bool:
     for r in runs:
         fp32 = next(f for f in runs if (f["dtype"], f["seed"]) == ("fp32", r["seed"]))
         ends = range(20, len(r["losses"]) + 1, 10)
-        mean = lambda losses, ends=ends: [sum(losses[e - 20 : e]) / 20 for e in ends]  # noqa: E731
+        mine, its = ([sum(run["losses"][e - 20 : e]) / 20 for e in ends] for run in (r, fp32))
         style = {"color": f"C{DTYPES.index(r['dtype'])}", "alpha": 0.8, "linewidth": 1}
         label = r["dtype"] if r["seed"] == runs[0]["seed"] else ""
-        upper.plot(list(ends), mean(r["losses"]), label=label, **style)
-        lower.plot(list(ends), [a - b for a, b in zip(mean(r["losses"]), mean(fp32["losses"]), strict=True)], **style)
+        upper.plot(list(ends), mine, label=label, **style)
+        lower.plot(list(ends), [a - b for a, b in zip(mine, its, strict=True)], **style)
     upper.set_ylabel("loss, mean of 20 steps; a line per seed")
     lower.set_ylabel("less that of fp32, same seed")
     lower.set_xlabel("step")

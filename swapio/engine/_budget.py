@@ -11,9 +11,10 @@ from ..spec import format_nbytes
 from ..swap import Place
 from ..zero import Kept, Movable, Partition, StepTiming, UnitLayout, chunk_layouts, resident_set
 
-__all__ = ["HostNeed", "HostPlan", "Setting"]
+__all__ = ["HostNeed", "HostPlan", "Setting", "plan_host"]
 
 _AHEAD_NBYTES = 128 << 20
+_MANY = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,11 +78,13 @@ class HostPlan:
 
     Attributes:
         need: the bytes.
+        chunk_numel: elements whose state moves in one piece.
     """
 
     def __init__(self, layouts: Sequence[UnitLayout], spec: OptimizerSpec | None, setting: Setting) -> None:
         self._layouts = layouts
         self._setting = s = setting
+        self.chunk_numel = s.chunk_numel
         parts = [Partition(layout, s.num_ranks) for layout in layouts]
         self._sharded = s.num_ranks > 1 and s.stage == 3
         stored = [part.shard_nbytes[s.rank] if self._sharded else layout.nbytes for layout, part in zip(layouts, parts, strict=True)]
@@ -155,3 +158,17 @@ class HostPlan:
         if budget is None or budget >= self.need.everything:
             return {movable.key for movable in movables}
         return resident_set(movables, budget - self.need.minimum - _AHEAD_NBYTES)
+
+
+def plan_host(
+    layouts: Sequence[UnitLayout], spec: OptimizerSpec | None, setting: Setting, budget: int | None, chunk_numels: Sequence[int]
+) -> HostPlan:
+    """A plan with the largest chunks, of `chunk_numels` from large to small, of which the budget has room for many.
+
+    Each piece that moves costs some work of the thread that decides, whatever its size.
+    """
+    for chunk_numel in chunk_numels:
+        plan = HostPlan(layouts, spec, dataclasses.replace(setting, chunk_numel=chunk_numel))
+        if budget is None or budget - plan.need.minimum >= _MANY * plan.need.staging:
+            break
+    return plan

@@ -35,7 +35,7 @@ from ..zero import (
     world,
 )
 from ._adopt import Adoption
-from ._budget import HostPlan, Setting
+from ._budget import Setting, plan_host
 from ._distributed import init_distributed
 from ._engine import Engine
 from ._monitor import Monitor
@@ -46,6 +46,8 @@ from ._schedulers import scheduler_from_config
 __all__ = ["initialize"]
 
 logger = logging.getLogger("swapio")
+
+_CHUNK_NUMELS = (4 * CHUNK_NUMEL, 2 * CHUNK_NUMEL, CHUNK_NUMEL)
 
 
 def initialize(
@@ -221,13 +223,14 @@ def _engine(
     timing = _timing(settings, ranks, trains=inner is not None)
     spills = ranks.alone and inner is not None and step_place is Place.HOST and Place.NVME in (param_home, state_home)
     spills = spills and (timing is not StepTiming.IN_BACKWARD or several_parts)
-    plan = HostPlan(layouts, spec, Setting(
-        block_nbytes=manager.arena.block_nbytes, chunk_numel=CHUNK_NUMEL, param_home=param_home, state_home=state_home,
-        step_place=step_place, has_device=on_device, timing=timing or StepTiming.IN_FORWARD,
-        spills=spills,
+    setting = Setting(
+        block_nbytes=manager.arena.block_nbytes, chunk_numel=0, param_home=param_home, state_home=state_home, step_place=step_place,
+        has_device=on_device, timing=timing or StepTiming.IN_FORWARD, spills=spills,
         num_micro_batches=settings.gradient_accumulation_steps, stage=stage, rank=ranks.rank, num_ranks=ranks.size,
-    ))  # fmt: skip
-    need, capacity = plan.need, manager.arena.capacity
+    )  # fmt: skip
+    capacity = manager.arena.capacity
+    plan = plan_host(layouts, spec, setting, capacity, _CHUNK_NUMELS)
+    need = plan.need
     need.check(capacity, specs[plan.largest].name if specs else "")
     kept = plan.resident(capacity)
     keep = param_home is Place.DEVICE if on_device else capacity is None or need.everything <= capacity
@@ -239,7 +242,9 @@ def _engine(
     )
     stepper = None
     if spec is not None and inner is not None:
-        stepper = ChunkedStep(zero, spec, home=state_home, timing=timing, live_groups=lambda: inner.param_groups)
+        stepper = ChunkedStep(
+            zero, spec, home=state_home, timing=timing, live_groups=lambda: inner.param_groups, chunk_numel=plan.chunk_numel
+        )
     originals = Originals(stepper)
     undo.callback(zero.close, "initialize failed", restore=True, value=originals.value)
     for number, (unit_spec, layout) in enumerate(zip(specs, layouts, strict=True)):

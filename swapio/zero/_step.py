@@ -85,6 +85,9 @@ class Chunk:
     start: int  # element in the segment
     offset: int  # byte of its weights in the unit's record
     sum_start: int  # element of its gradients among this rank's sums
+    pieces: list[
+        tuple[int, int, int, int]
+    ]  # of each trained parameter: index, first and past-the-last element here, first in the parameter
 
     def weights(self, unit: Unit, raw: torch.Tensor) -> torch.Tensor:
         """Its weights, flat, in the bytes of the unit's record."""
@@ -151,7 +154,8 @@ class ChunkedStep:
             record = self.zero.create(f"{unit.name}#{piece.segment}.{start}", layout.nbytes, home)
             itemsize = unit.layout.segments[piece.segment].dtype.itemsize
             offset = self.zero.record_offset(piece) + (start - piece.start) * itemsize
-            chunks.append(Chunk(record, layout, piece.segment, start, offset, piece.sum_start + start - piece.start))
+            pieces = list(_pieces(unit, piece.segment, start, start + layout.numel))
+            chunks.append(Chunk(record, layout, piece.segment, start, offset, piece.sum_start + start - piece.start, pieces))
         self.num_updates[unit] = [0] * len(unit.params)
         self._frozen += [
             (name, param)
@@ -165,12 +169,12 @@ class ChunkedStep:
         The weights of other parameters become their own masters.
         """
         for chunk in self.chunks[unit]:
-            known = any(index in masters for index, *_ in _pieces(unit, chunk))
+            known = any(index in masters for index, *_ in chunk.pieces)
             if not chunk.layout.head_nbytes or (chunk.layout.split and not known):  # zeros in `lo` say it already
                 continue
             with self.zero.pin(chunk.record, self.zero.step_place) as lease:
                 views, flat_weights = chunk.layout.views(lease.raw), chunk.weights(unit, weights)
-                for index, begin, end, source in _pieces(unit, chunk):
+                for index, begin, end, source in chunk.pieces:
                     if index in masters:
                         flat = masters[index].as_strided((unit.layout.slots[index].span,), (1,))
                         part = flat[source : source + end - begin].to(lease.raw.device)
@@ -188,7 +192,7 @@ class ChunkedStep:
         """
         self.apply_due(unit)
         for chunk in self.chunks[unit]:
-            for begin, end, source in [p[1:] for p in _pieces(unit, chunk) if p[0] == index]:
+            for begin, end, source in [p[1:] for p in chunk.pieces if p[0] == index]:
                 with self.zero.pin(chunk.record, self.zero.step_place) as lease:
                     views = chunk.layout.views(lease.raw)
                     if field is not None:
@@ -376,7 +380,7 @@ class ChunkedStep:
     def _step_chunk(self, unit: Unit, chunk: Chunk, weights: torch.Tensor, update: Update) -> None:
         zero = self.zero
         ranges = list(self._ranges(unit, chunk, update))
-        stale = [p for p in _pieces(unit, chunk) if p[0] in unit.stale_masters] if chunk.layout.head_nbytes else []
+        stale = [p for p in chunk.pieces if p[0] in unit.stale_masters] if chunk.layout.head_nbytes else []
         if not ranges and not stale:
             return
         with zero.pin(chunk.record, zero.step_place) as lease:
@@ -403,7 +407,7 @@ class ChunkedStep:
         return slice(min((first for first, _ in spans), default=0), max((first + nbytes for first, nbytes in spans), default=0))
 
     def _ranges(self, unit: Unit, chunk: Chunk, update: Update) -> Iterator[StepRange]:
-        for index, begin, end, _ in _pieces(unit, chunk):
+        for index, begin, end, _ in chunk.pieces:
             group = unit.groups[index]
             if update.numbers[index] and group is not None:
                 padded = min(round_up(end, unit.layout.align_numel), chunk.layout.numel)
@@ -454,11 +458,10 @@ class ChunkedStep:
         return update.grads.tensor[begin : begin + chunk.layout.numel * itemsize].view(segment.grad_dtype)
 
 
-def _pieces(unit: Unit, chunk: Chunk) -> Iterator[tuple[int, int, int, int]]:
-    """The trained parameters in a chunk: (index, first and past-the-last element in the chunk, first element in the parameter)."""
-    stop = chunk.start + chunk.layout.numel
+def _pieces(unit: Unit, segment: int, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+    """See `Chunk.pieces`."""
     for slot in sorted(unit.layout.slots, key=lambda s: s.start):
-        if slot.segment == chunk.segment and slot.trained and slot.span:
-            begin, end = max(slot.start, chunk.start), min(slot.start + slot.span, stop)
+        if slot.segment == segment and slot.trained and slot.span:
+            begin, end = max(slot.start, start), min(slot.start + slot.span, stop)
             if begin < end:
-                yield slot.index, begin - chunk.start, end - chunk.start, begin - slot.start
+                yield slot.index, begin - start, end - start, begin - slot.start

@@ -356,7 +356,8 @@ class UnitSet:
     def open_window(self, unit: Unit) -> None:
         with uninterrupted():
             unit.open()
-            self._windows.append((unit, torch._C._current_graph_task_id() if self.saved.push() else None))
+            pushed = not self.keep_attached and self.saved.push()  # what never leaves may be saved as it is
+            self._windows.append((unit, torch._C._current_graph_task_id() if pushed else None))
 
     def leave_window(self, unit: Unit) -> None:
         """Close the window of `unit`, and those inside it that were left open."""

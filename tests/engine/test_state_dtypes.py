@@ -12,7 +12,6 @@ import torch
 
 import swapio
 from swapio import utils
-from swapio.zero import ChunkedStep
 from tests.checkpoint.work import engine_of, make, rest, same, settings, snapshot, train
 from tests.ranks import launch
 
@@ -30,7 +29,7 @@ def own(dtype: str) -> dict[str, Any]:
 def test_the_same_bits_wherever_it_rests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, weights: str) -> None:
     found = []
     for place, chunk_numel in (("none", 1 << 20), ("nvme", 2048), ("cpu", 4096)):
-        monkeypatch.setitem(ChunkedStep.__init__.__kwdefaults__, "chunk_numel", chunk_numel)  # type: ignore[arg-type]
+        monkeypatch.setattr("swapio.engine._initialize._CHUNK_NUMELS", (chunk_numel,))
         config = settings(tmp_path, params=place, state=place, dtype=weights, **own(dtype))
         if place == "nvme":
             config = with_budget(config, smallest_budget(make(), config))
@@ -103,9 +102,9 @@ def test_bytes(tmp_path: Path, state: str, head: int) -> None:
     found = {}
     for dtype in DTYPES:
         config = settings(tmp_path, state=state, dtype="bf16", scheduler=None, **own(dtype))
-        make_model = lambda: torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(16)))  # noqa: E731
-        config = with_budget(config, smallest_budget(make_model(), config))
-        with swapio.initialize(model=make_model(), config=config)[0] as engine:
+        model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(16)))
+        config = with_budget(config, smallest_budget(model, config))
+        with swapio.initialize(model=model, config=config)[0] as engine:
             found[dtype] = engine._stepper.state_nbytes() / 1024**2 - head
     assert found == {"fp32": 8, "bf16": 4, "int8": 2 + 2 / 16}  # 1 KiB of scales takes a page
 

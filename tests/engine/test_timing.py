@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +84,14 @@ def test_whoever_looks_sees_what_the_step_made(tmp_path: Path, look: str) -> Non
                 with at_smallest(tmp_path, "at_step") as other:
                     other.load_checkpoint(tmp_path / timing)
                     return values(other.module)[5]
-            return {
+            looks: dict[str, Callable[[], Any]] = {
                 "state_dict": lambda: model.state_dict()["blocks.1.fc1.weight"],
                 "parameter": lambda: weight.detach().clone(),
                 "master": lambda: safe_get_full_fp32_param(weight),
                 "moment": lambda: safe_get_full_optimizer_state(weight, "exp_avg_sq"),
                 "held": lambda: view.clone(),
-            }[look]()
+            }
+            return looks[look]()
 
     assert torch.equal(seen("in_forward"), seen("at_step"))
 

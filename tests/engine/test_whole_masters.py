@@ -11,7 +11,7 @@ import torch
 
 from swapio import utils
 from swapio.engine._budget import HostPlan
-from swapio.zero import ChunkedStep, Kept
+from swapio.zero import Kept
 from tests.checkpoint.work import engine_of, rest, same, snapshot, train
 
 
@@ -31,7 +31,7 @@ def mixed(item: Kept) -> bool:
 
 @pytest.mark.parametrize("choose", [everything, mixed])
 def test_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choose: Any) -> None:
-    monkeypatch.setitem(ChunkedStep.__init__.__kwdefaults__, "chunk_numel", 2048)  # type: ignore[arg-type]
+    monkeypatch.setattr("swapio.engine._initialize._CHUNK_NUMELS", (2048,))
     with engine_of(tmp_path, dtype="bf16") as engine:
         train(engine, 0, 2)
         with torch.no_grad():
