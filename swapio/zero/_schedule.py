@@ -16,6 +16,8 @@ from ..swap import Place, Record, SwapManager
 
 __all__ = ["Schedule", "next_uses"]
 
+_LONGEST = 1 << 16  # uses in a turn: who only evaluates never ends one
+
 
 def next_uses(order: Sequence[object]) -> list[int]:
     """For each position of a cyclic order, the position where the same item comes again, in this turn or the next."""
@@ -45,6 +47,8 @@ class Schedule:
         place = self._manager.place(place)
         if record.home is place or (self._seen and self._seen[-1][0] is record):
             return
+        if len(self._seen) >= _LONGEST:
+            self.end_turn()
         self._seen.append((record, place))
         expected = self._expected
         at = next((i for i in range(self._position, len(expected)) if expected[i][0] is record), None)

@@ -96,6 +96,16 @@ def test_whoever_looks_sees_what_the_step_made(tmp_path: Path, look: str) -> Non
     assert torch.equal(seen("in_forward"), seen("at_step"))
 
 
+def test_closing_makes_what_was_put_off(tmp_path: Path) -> None:
+    settings = with_budget(config(tmp_path, optimizer_step="in_forward"), 0)
+    budget = max(smallest_budget(make(), settings), sum(p.numel() * 4 + 4096 for p in make().parameters()))
+    engine = swapio.initialize(model=make(), config=with_budget(settings, budget))[0]
+    model = engine.module
+    losses, _ = train(engine)
+    engine.close()
+    check_same((losses, values(model)), train_plain(make()))
+
+
 def test_a_unit_that_is_not_used_is_stepped_before_the_next_step(tmp_path: Path) -> None:
     def short(model: Any, step: int) -> torch.Tensor:
         x, y = batch(step)
