@@ -8,13 +8,13 @@ counts between backward and step, when a rank holds the most; of the rank that h
 saves in a forward, *in host* is what lies in host memory for the engine (with a drive: under the least budget that works), *peak RSS* is
 the most that the process took in the run, with Python and PyTorch.
 
-The formula, bytes per parameter with N ranks, after Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models" (SC 2020), whose 2 (weights) + 2 (gradients) + 12 (fp32 master, two moments) = 16 becomes 2 + 2 + 10 here: the weight is the upper
+The formula, bytes per parameter with N ranks, is that of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models" (SC 2020): 2 (weights) + 2 (gradients) + 12 (fp32 master, two moments) = 16. On a drive it is 2 + 2 + 10: the weight is the upper
 half of its master, and only the lower 2 bytes lie with the moments. Gradients of several ranks are summed in fp32, each rank its slice:
 
     weights    2, at stage 3: 2/N
     gradients  2, of several ranks at stage 0: 4 + 4/N, 1: 2 + 4/N, 2 and 3: 4/N
-    optimizer  10, from stage 1 on: 10/N
+    optimizer  12, on a drive 10; from stage 1 on divided by N
 
 The exit status is 1 unless all bytes are the formula's, up to the padding that is allowed for, and all losses of one number of ranks equal.
 """
@@ -44,12 +44,12 @@ MIB, GIB = 1 << 20, 1 << 30
 Result = dict[str, Any]
 
 
-def formula(kind: str, stage: int, ranks: int) -> float:
+def formula(kind: str, stage: int, ranks: int, offload: str) -> float:
     """Bytes per parameter on one rank."""
     if kind == "weights":
         return 2 / (ranks if stage == 3 else 1)
     if kind == "optimizer":
-        return 10 / (ranks if stage else 1)
+        return (10 if offload == "nvme" else 12) / (ranks if stage else 1)
     return 2.0 if ranks == 1 else (4, 2, 0, 0)[stage] + 4 / ranks
 
 
@@ -168,10 +168,12 @@ def spawn(cases: Sequence[Mapping[str, Any]], nvme_path: str) -> list[Result]:
 
 def _joined(case: Mapping[str, Any], ranks: Sequence[Result]) -> Result:
     at_rest = "nvme" if case["offload"] == "nvme" else "host"
-    tiers = {kind: at_rest if kind in ("weights", "optimizer") else "host" for kind in KINDS}
-    nbytes = {kind: max(r["memory"][kind][tier] for r in ranks) for kind, tier in tiers.items()}
+    tiers = {
+        kind: (at_rest,) if kind in ("weights", "optimizer") else ("host", "nvme") for kind in KINDS
+    }  # gradients are in one of the two
+    nbytes = {kind: max(sum(r["memory"][kind].get(tier, 0) for tier in places) for r in ranks) for kind, places in tiers.items()}
     host = max(sum(r["memory"][kind].get("host", 0) for kind in r["memory"] if kind != "activations") for r in ranks)
-    expected = {kind: ranks[0]["numel"] * formula(kind, case["stage"], case["ranks"]) for kind in FORMULA_KINDS}
+    expected = {kind: ranks[0]["numel"] * formula(kind, case["stage"], case["ranks"], case["offload"]) for kind in FORMULA_KINDS}
     return dict(case) | {
         "numel": ranks[0]["numel"], "losses": [r["losses"] for r in ranks], "nbytes": nbytes, "formula": expected,
         "allowance": {kind: padding(kind, case["stage"], case["ranks"], ranks[0]) for kind in FORMULA_KINDS},
@@ -183,7 +185,7 @@ def padding(kind: str, stage: int, ranks: int, told: Result) -> float:
     """Bytes beyond the formula: parameters end at multiples of 64 elements, slices of 2048, and each part at a page's end."""
     elements: int = 64 * told["num_params"] + 2048 * told["num_units"]
     pages: float = 4 * (told["num_units"] + told["numel"] / 2**20)
-    return 4096 * pages + elements * (10 if kind == "optimizer" else 8)
+    return 4096 * pages + elements * (12 if kind == "optimizer" else 8)
 
 
 def check(results: Sequence[Result]) -> list[str]:
@@ -246,7 +248,7 @@ def cards(results: Sequence[Result]) -> Cells:
     moving = 6 * VOCAB * dim  # the largest unit whole in bf16, its gradient, and the one before that is still sent
     last = results[-1]
     more = sum(last["nbytes"][k] for k in FORMULA_KINDS) / sum(last["formula"].values())
-    plans = [(f"stage {s}, formula", sum(formula(k, s, CARDS) for k in FORMULA_KINDS), moving if s == 3 else 0) for s in range(4)]
+    plans = [(f"stage {s}, formula", sum(formula(k, s, CARDS, "none") for k in FORMULA_KINDS), moving if s == 3 else 0) for s in range(4)]
     plans.append((f"stage 3, and {more - 1:.1%} more as measured on the shape of {last['name']}", plans[3][1] * more, moving))
     rows: Cells = [("GiB on each card", "bytes per parameter", "states", "in transit", "together", "left for activations", "fits")]
     for name, each, transit in plans:

@@ -71,5 +71,5 @@ def test_a_read_only_drive(tmp_path: Path) -> None:
         "    except StorageError as error: print(error.errno == errno.EROFS, error)",
         then="mount -o remount,ro {here}",
     )  # fmt: skip
-    assert said.count("True opening of 'swap file' failed: Read-only file system [EROFS]") == 4
+    assert said.count("True opening of 'swap file' failed: Read-only file system") == 4
     assert str(tmp_path) in said

@@ -85,7 +85,7 @@ def test_one_rank(tmp_path: Path, name: str, reentrant: bool | None, dtype: str)
     for mine, its in zip(got[1] + got[2], want[1] + want[2], strict=True):
         assert torch.equal(mine, its)
     assert stats["host_memory_peak"] <= stats["host_memory_budget"]
-    assert stats["bytes_read"] > STEPS // 2 * stats["bytes_on_nvme"], "nothing had to come back: the budget was too large to test anything"
+    assert stats["bytes_read"] > stats["bytes_on_nvme"] > 0, "nothing had to come back: the budget was too large to test anything"
 
 
 @pytest.mark.slow
