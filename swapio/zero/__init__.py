@@ -26,9 +26,10 @@ from ._portable import PortableState, Portion
 from ._quiet import uninterrupted
 from ._ranks import Ranks
 from ._snapshot import Snapshot
-from ._step import CHUNK_NUMEL, ChunkedStep, StepTiming, chunk_layouts
+from ._step import CHUNK_NUMEL, ChunkedStep, chunk_layouts
 from ._unit import Unit
 from ._units import UnitSet
+from ._update import StepTiming
 from ._world import world
 
 __all__ = [

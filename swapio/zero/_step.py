@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
 import torch
@@ -12,15 +11,15 @@ from ..errors import UsageError
 from ..optim import ChunkLayout, ChunkStepper, Group, OptimizerSpec, StepRange, chunk_layout, merge_
 from ..spec import round_up
 from ..swap import Place, Record
-from ._grads import GradBuffer
 from ._layout import UnitLayout
 from ._norms import Gradients, look_at, measure
 from ._partition import Partition, Piece
 from ._quiet import quiet
 from ._unit import Unit
 from ._units import UnitSet
+from ._update import StepTiming, Update
 
-__all__ = ["CHUNK_NUMEL", "Chunk", "ChunkedStep", "StepTiming", "chunk_layouts"]
+__all__ = ["CHUNK_NUMEL", "Chunk", "ChunkedStep", "chunk_layouts"]
 
 CHUNK_NUMEL = 1 << 20
 """Elements whose state moves in one piece: 10 MiB with a split master and two moments."""
@@ -40,39 +39,6 @@ def chunk_layouts(
             for start in range(piece.start, piece.stop, chunk_numel):
                 dtype, numel = layout.segments[piece.segment].dtype, min(chunk_numel, piece.stop - start)
                 yield piece, start, chunk_layout(spec, numel, dtype)
-
-
-class StepTiming(enum.Enum):
-    """When the weights of a unit are stepped."""
-
-    AT_STEP = "all units in `step()`"
-    IN_FORWARD = "`step()` fixes what happens; it happens when the unit is needed next, with its state fetched while backward runs"
-    IN_BACKWARD = "as soon as the unit's last gradient arrives: gradients never pile up, and a step cannot be taken back"
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Update:
-    """What one step does to a unit.
-
-    Attributes:
-        groups: hyper-parameters, as they were in `step`.
-        scale, factor: as in `ChunkStepper.step`.
-        numbers: of this update of each parameter, from 1; 0: it had no gradient.
-        grads: the unit's; None where the sums over ranks are used.
-        num_done: chunks that were stepped.
-    """
-
-    groups: Sequence[Group]
-    scale: float | None
-    factor: float | None
-    numbers: list[int]
-    grads: GradBuffer | None
-    num_done: int = 0
-
-    @property
-    def indices(self) -> list[int]:
-        """The parameters that are changed."""
-        return [i for i, number in enumerate(self.numbers) if number]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -275,13 +241,10 @@ class ChunkedStep:
                 if zero.schedule is not None and self.timing is not StepTiming.IN_FORWARD:
                     zero.schedule.announce((use for u in work for use in self.uses(u)), last=True)
                 for unit in work:
-                    update = self._update(unit, groups, scale, factor)
-                    if self.timing is StepTiming.IN_FORWARD and unit.lease is None:
-                        unit.record_changed(update.indices)
-                        self.due[unit] = update
-                    else:
-                        self._make(unit, update)
-                        unit.record_changed(update.indices)
+                    self.due[unit] = update = self._update(unit, groups, scale, factor)
+                    if self.timing is not StepTiming.IN_FORWARD or unit.lease is not None:
+                        self.apply_due(unit)
+                    unit.record_changed(update.indices)
                 for unit in zero.units:
                     unit.norms = [None] * len(unit.params)
                 self._stepped.clear()
@@ -304,10 +267,8 @@ class ChunkedStep:
             if norm is not None and norm.bad and slot.dtype is not torch.float32:
                 raise UsageError(_CANNOT_SKIP.format(name))
         norms = unit.norms
-        update = self._update(unit, [dict(group) for group in self.live_groups()], 1.0, 1.0)
-        if self.zero.schedule is not None:
-            self.zero.schedule.announce(use for use in self.uses(unit) if use[0] is not unit.record)
-        self._make(unit, update)
+        self.due[unit] = update = self._update(unit, [dict(group) for group in self.live_groups()], 1.0, 1.0)
+        self.apply_due(unit)
         unit.record_changed(update.indices)
         unit.norms = norms
         self._stepped.add(unit)
@@ -328,8 +289,8 @@ class ChunkedStep:
         """Make the update that was put off, if there is one."""
         update = self.due.get(unit)
         if update is not None:
-            if self.zero.schedule is not None:
-                self.zero.schedule.announce(self.uses(unit))
+            if self.zero.schedule is not None:  # the weights of an attached unit are here
+                self.zero.schedule.announce(use for use in self.uses(unit) if unit.lease is None or use[0] is not unit.record)
             with quiet():
                 self._make(unit, update)
             del self.due[unit]
