@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import swapio
 from swapio.io import MemoryStorage
 from swapio.testing import FaultyStorage
-from tests.engine.models import batch, check_same, config, make, train, train_plain, values
+from tests.engine.models import batch, check_same, config, make, smallest_budget, train, train_plain, values
 
 from .compare import PLACES, both_devices, layers, managed, mean_square, plain_adamw, rows
 
@@ -90,17 +90,19 @@ def half_frozen() -> nn.Sequential:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_failures_at_each_stage_of_initialize(tmp_path: Path, dtype: str) -> None:
     """The n-th call of the storage fails, for every n: that error alone comes out, and nothing stays behind."""
+    settings = config(tmp_path, dtype=dtype)
+    budget = smallest_budget(half_frozen(), settings)
     for number in range(100):
         model = half_frozen()
         storage = FaultyStorage(MemoryStorage())
         calls = iter(range(100))
         storage.fail = lambda action, name, calls=calls, number=number: errno.EIO * (next(calls) == number)  # type: ignore[misc]
-        with swapio.SwapManager(storage=storage, host_memory="1MiB", timeout_s=20) as manager:
+        with swapio.SwapManager(storage=storage, host_memory=budget, timeout_s=20) as manager:
             try:
-                engine = swapio.initialize(model=model, config=config(tmp_path, dtype=dtype), manager=manager)[0]
+                engine = swapio.initialize(model=model, config=settings, manager=manager)[0]
             except swapio.StorageError as error:
                 assert error.errno == errno.EIO
-                assert error.__cause__ is None
+                assert not isinstance(error.__cause__, swapio.SwapioError)
                 assert manager.keys() == []
                 assert manager.stats()["host_memory_used"] == 0
                 assert all(type(p) is nn.Parameter for p in model.parameters())

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import swapio
 from swapio.optim import round_bf16
-from tests.engine.models import check_same, config, train, train_plain, values, with_budget
+from tests.engine.models import check_same, config, smallest_budget, train, train_plain, values, with_budget
 
 from .compare import DIM, both_devices, every_place, layers, managed, mean_square, plain_adamw, rows, same_as_pytorch
 
@@ -65,6 +65,7 @@ def test_weights_right_after_initialize(tmp_path: Path, place: tuple[str, str, s
 def test_offload_works_at_every_stage(tmp_path: Path, stage: int) -> None:
     settings = config(tmp_path)
     settings["zero_optimization"]["stage"] = stage
+    settings = with_budget(settings, smallest_budget(layers(), settings))
     with swapio.initialize(model=layers(), config=settings)[0] as engine:
         got = train(engine, mean_square, steps=3)
         assert engine.stats()["bytes_on_nvme"] > 0
@@ -105,7 +106,7 @@ def test_clipping_by_pytorchs_functions(tmp_path: Path, clip: str, place: tuple[
         optimizer.step()
         optimizer.zero_grad()
 
-    both(tmp_path, layers, run, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.5, fused=True), place=place)
+    both(tmp_path, layers, run, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.5, fused=True), place=place, extra=1 << 17)
     assert norms[::2] == norms[1::2]
     assert all(norm > 1e-3 for norm in norms)
 
