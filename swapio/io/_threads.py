@@ -128,7 +128,7 @@ class IOThreads:
         return lanes
 
     def _work(self, lane: int) -> None:
-        queue, ready, move = self._queues[lane], self._ready[lane], self.storage.move
+        queue, ready = self._queues[lane], self._ready[lane]
         while True:
             with self._lock:
                 while not queue:
@@ -139,7 +139,7 @@ class IOThreads:
             while True:
                 error: BaseException | None = None
                 try:
-                    move(job.action, offset, buffer, name=job.name)
+                    self.storage.move(job.action, offset, buffer, name=job.name)
                 except BaseException as caught:
                     error = caught
                 with self._lock:  # once per block: what ended and what comes next

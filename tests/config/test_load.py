@@ -163,7 +163,6 @@ def test_deepspeeds_defaults_written_out_load() -> None:
         ({"swapio": {"timeout_s": float("inf")}}, "swapio.timeout_s", "inf"),
         ({"swapio": {"backend": "floppy"}}, "swapio.backend", "mmap"),
         ({"swapio": {"backend": "raid"}}, "swapio.backend", "'direct'"),
-        ({"swapio": {"optimizer_step": "in_backward"}}, "swapio.optimizer_step", "not supported yet"),
         ({"swapio": {"units": 3}}, "swapio.units", "3"),
         ({"swapio": {"units": [3]}}, "swapio.units", "3"),
         ({"gradient_clipping": -1.0}, "gradient_clipping", "-1.0"),

@@ -21,7 +21,7 @@ from swapio.memory import SimulatedDevice
 from swapio.testing import FaultyStorage, GatedStorage
 
 from . import models
-from .models import batch, check_same, config, make, smallest_budget, train, train_plain
+from .models import batch, check_same, config, make, smallest_budget, train, train_plain, with_budget
 
 
 @pytest.mark.parametrize("extra_units", range(5))
@@ -122,11 +122,12 @@ def test_a_truncated_swap_file(tmp_path: Path) -> None:
 def test_a_full_drive_is_an_error_of_initialize(tmp_path: Path) -> None:
     model = make()
     want = models.values(model)
+    settings = with_budget(config(tmp_path), smallest_budget(model, config(tmp_path)))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
     try:
         with pytest.raises(swapio.StorageError) as caught:
-            swapio.initialize(model=model, config=config(tmp_path))
+            swapio.initialize(model=model, config=settings)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert caught.value.errno == errno.EFBIG
@@ -148,8 +149,9 @@ def test_a_small_tmpfs(tmp_path: Path) -> None:
     if mounted.returncode:
         pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode().strip()}")
     try:
+        settings = with_budget(config(tmp_path), smallest_budget(make(), config(tmp_path)))
         with pytest.raises(swapio.StorageError) as caught:
-            swapio.initialize(model=make(), config=config(tmp_path))
+            swapio.initialize(model=make(), config=settings)
         assert caught.value.errno == errno.ENOSPC
         assert not _left(tmp_path)
     finally:

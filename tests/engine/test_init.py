@@ -570,7 +570,7 @@ PEAK = """
     config = {{
         "train_batch_size": 1, "optimizer": {{"type": "AdamW", "params": {{}}}}, "bf16": {{"enabled": {bf16}}},
         "zero_optimization": {{"stage": 3, "offload_param": rest, "offload_optimizer": rest}},
-        "swapio": {{"host_memory": "{linears}00MiB", "device": "cpu", "timeout_s": 60}},
+        "swapio": {{"host_memory": "100MiB", "device": "cpu", "timeout_s": 60}},
     }}
 
     def run(*args):

@@ -183,6 +183,7 @@ def test_views_beyond_the_budget_are_named(tmp_path: Path) -> None:
 
 def test_metadata_needs_no_fetch(engine: swapio.Engine) -> None:
     engine.zero.detach_idle()
+    engine.manager.flush().wait()
     events: list[str] = []
     engine.manager.mover.on_event = lambda kind, key: events.append(kind)
     for param, plain in zip(engine.module.parameters(), make().parameters(), strict=True):
