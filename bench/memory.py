@@ -32,6 +32,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench._run import Cells, markdown, show
+
 OFFLOADS = ("none", "cpu", "nvme")
 FORMULA_KINDS = ("weights", "gradients", "optimizer")
 KINDS = (*FORMULA_KINDS, "activations", "buffers")
@@ -205,8 +207,6 @@ def check(results: Sequence[Result]) -> list[str]:
 
 # --- what is shown ---
 
-Cells = list[tuple[str, ...]]
-
 
 def stages(results: Sequence[Result]) -> Cells:
     rows: Cells = [
@@ -256,28 +256,6 @@ def cards(results: Sequence[Result]) -> Cells:
         left = CARD_NBYTES - total
         rows.append((name, f"{each:.2f}", *(f"{n / GIB:.2f}" for n in (each * numel, transit, total, left)), "yes" if left > 0 else "no"))
     return rows
-
-
-def show(sections: Mapping[str, Cells]) -> None:
-    from rich.console import Console
-
-    from swapio.report import table
-
-    console = Console()
-    console.width = max(console.width, 140)  # a row in one line, in a file too
-    for title, (head, *rows) in sections.items():
-        shown = table(title, *head)
-        for row in rows:
-            shown.add_row(*row)
-        console.print(shown)
-        console.print()
-
-
-def markdown(sections: Mapping[str, Cells], command: str, hardware: Mapping[str, Any]) -> str:
-    lines = [f"`{command}`", "", ", ".join(f"{k} {v}" for k, v in hardware.items())]
-    for title, (head, *rows) in sections.items():
-        lines += ["", f"## {title}", "", *(f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rows))]
-    return "\n".join(lines) + "\n"
 
 
 def plot(results: Sequence[Result], path: Path) -> bool:

@@ -26,13 +26,13 @@ from typing import Any
 import torch
 
 import swapio
+from bench._run import Cells, markdown, show
 from swapio.cli._data import Corpus
 from swapio.cli.gpt import GPT, GPTConfig
 from swapio.optim import ChunkStepper, StateDtype, StepRange, chunk_layout, from_torch, with_state_dtype
 
 DTYPES: tuple[StateDtype, ...] = ("fp32", "bf16", "int8")
 LAST = 50
-Cells = list[tuple[str, ...]]
 
 
 # --- loss ---
@@ -146,28 +146,6 @@ def table_of_times(numel: int, rounds: int) -> Cells:
 
 
 # --- what is shown ---
-
-
-def show(sections: Mapping[str, Cells]) -> None:
-    from rich.console import Console
-
-    from swapio.report import table
-
-    console = Console()
-    console.width = max(console.width, 140)  # a row in one line, in a file too
-    for title, (head, *rows) in sections.items():
-        shown = table(title, *head)
-        for row in rows:
-            shown.add_row(*row)
-        console.print(shown)
-        console.print()
-
-
-def markdown(sections: Mapping[str, Cells], command: str, hardware: Mapping[str, Any]) -> str:
-    lines = [f"`{command}`", "", ", ".join(f"{k} {v}" for k, v in hardware.items())]
-    for title, (head, *rows) in sections.items():
-        lines += ["", f"## {title}", "", *(f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rows))]
-    return "\n".join(lines) + "\n"
 
 
 def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> bool:

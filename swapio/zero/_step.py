@@ -205,10 +205,6 @@ class ChunkedStep:
             raise UsageError(_CANNOT_SKIP.format(found.bad))
         return found
 
-    def measure(self, unit: Unit) -> None:
-        """See `_norms.measure`."""
-        measure(unit)
-
     def check(self) -> None:
         """
 
@@ -262,7 +258,7 @@ class ChunkedStep:
             unit.shut_grads()
             return
         self.zero.grads_landed()
-        self.measure(unit)
+        measure(unit)
         for name, norm, slot in zip(unit.names, unit.norms, unit.layout.slots, strict=True):
             if norm is not None and norm.bad and slot.dtype is not torch.float32:
                 raise UsageError(_CANNOT_SKIP.format(name))

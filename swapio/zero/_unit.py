@@ -20,13 +20,13 @@ from ..swap import Place, Record, RecordLease
 from ._away import AwayParameter, WindowParameter, forget, manage, placeholder, raw_grad, set_raw_grad
 from ._gather import GatheredLease
 from ._layout import Slot, UnitLayout
+from ._norms import GradNorm, measure
 from ._partition import Partition
 from ._quiet import quiet, uninterrupted
 from ._saved import WeightHandle
 
 if TYPE_CHECKING:
     from ._grads import GradBuffer
-    from ._norms import GradNorm
     from ._units import UnitSet
 
 __all__ = ["Unit"]
@@ -362,8 +362,8 @@ class Unit:
         self.came = [False] * len(self.params)
         if self.grads is not None and self.spill is not None:
             self.zero.grads_landed()
-            if self.grads.here and self.zero.last_micro_batch and self.zero.stepper is not None:
-                self.zero.stepper.measure(self)  # while they are here
+            if self.grads.here and self.zero.last_micro_batch:
+                measure(self)  # while they are here
             self.grads.shut()
 
     def zero_missing_grads(self) -> None:
