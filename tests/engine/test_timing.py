@@ -214,17 +214,23 @@ def test_all_in_memory_moves_nothing(tmp_path: Path) -> None:
 def test_more_memory_moves_fewer_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swapio.engine._budget._AHEAD_NBYTES", 64 << 10)
     settings = config(tmp_path)
-    moved = []
+    moved, resting = [], []
     for extra in (0, 2, 4, 8, 16):
         budget = smallest_budget(make(layers=6), settings) + extra * largest_unit(make())
         with swapio.initialize(model=make(layers=6), config=with_budget(settings, budget))[0] as engine:
-            train(engine, steps=2)
+            train(engine, steps=3)
+            engine.manager.flush().wait()  # what is still being written belongs to the steps before
             before = engine.stats()
-            train(engine, steps=2)
+            train(engine, steps=6)
+            engine.manager.flush().wait()
             after = engine.stats()
             moved.append(sum(after[k] - before[k] for k in ("bytes_read", "bytes_written")))
+            resting.append(after["bytes_on_nvme"])
             assert after["host_memory_peak"] <= budget
-    assert all(a > b for a, b in itertools.pairwise(moved)), moved
+    assert all(a > b for a, b in itertools.pairwise(resting)), resting
+    # which prefetches find room depends on timing, by some percent of the bytes: neighbours may be as near as that
+    assert moved[0] > moved[2] > moved[4], moved
+    assert moved[1] > moved[3] > moved[4], moved
 
 
 @given(st.lists(st.tuples(st.integers(1, 100), st.integers(0, 300)), max_size=30), st.integers(0, 3000))
