@@ -1,19 +1,19 @@
 """Saving, loading and exporting a model that trains from a drive: time against copying as many bytes there, and memory above training.
 
-    python bench/checkpoint.py --nvme-path /mnt/nvme0 --out bench/results     # 86M parameters, some minutes, 4 GB on the drive
+    python bench/checkpoint.py --nvme-path /mnt/nvme0 --out bench/results     # 134M parameters, some minutes, 6 GB on the drive
+    python bench/checkpoint.py --preset 1.64B --host-memory 700MiB --nvme-path /mnt/nvme0       # 50 GB on the drive
     python bench/checkpoint.py --tiny                                         # seconds, for the tests
 
 Everything rests on the drive. Each part is measured alone, in one process: the peak of resident memory is reset before it (`clear_refs`),
 and what it is above the peak of a training step is the cost of the part. A copy is read and written in pieces of 4 MiB and synced, its
-source dropped from the page cache before. Updates that the last step has put off are made before. Everything is deleted at the end.
+source dropped from the page cache before, of at most 6 GB, and counts for as many bytes as the part has. Updates that the last step has put
+off are made before. Everything is deleted at the end.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
-import json
 import os
 import shutil
 import sys
@@ -26,13 +26,13 @@ from typing import Any
 import torch
 
 import swapio
+from bench._models import GPT
+from bench._run import Cells, save, settle
+from bench._steps import add_flags, batches, peak_rss, shape_of
 from swapio.checkpoint import export
-from swapio.cli._data import Corpus
-from swapio.cli._meter import peak_rss
-from swapio.cli.gpt import GPT, GPTConfig
-from swapio.report import machine
 
 MIB = 2**20
+COPY_NBYTES = 6 * 10**9
 
 
 @dataclasses.dataclass
@@ -62,18 +62,18 @@ def forget(path: Path) -> None:
 
 
 def copy(source: Path, target: Path) -> float:
-    """Seconds to copy a folder."""
+    """Seconds to copy a folder, by its first files."""
     forget(source)
-    start = time.perf_counter()
+    start, copied = time.perf_counter(), 0
     target.mkdir()
-    for path in source.iterdir():
+    for path in sorted(source.iterdir()):
         with path.open("rb", buffering=0) as reader, (target / path.name).open("wb", buffering=0) as writer:
-            while piece := reader.read(4 * MIB):
-                writer.write(piece)
+            while copied < COPY_NBYTES and (piece := reader.read(4 * MIB)):
+                copied += writer.write(piece)
             os.fsync(writer.fileno())
     seconds = time.perf_counter() - start
     shutil.rmtree(target)
-    return seconds
+    return seconds * nbytes_in(source) / copied
 
 
 def nbytes_in(folder: Path) -> int:
@@ -86,17 +86,18 @@ def measure(args: argparse.Namespace, work: Path) -> tuple[list[Part], dict[str,
     config = {
         "train_batch_size": args.batch,
         "bf16": {"enabled": args.dtype == "bf16"},
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
         "swapio": {"host_memory": args.host_memory},
     }
-    corpus, shape = Corpus(), GPTConfig(256, args.seq, args.layers, args.dim, args.dim // 64)
+    shape = shape_of(args)
+    ids, targets = next(batches(shape, args.batch))
     with swapio.zero.Init(config_dict_or_path=config):
         model = GPT(shape)
     engine: Any = swapio.initialize(model=model, config=config)[0]
 
-    def step(number: int) -> float:
-        loss = engine(*corpus.batch(number, seed=0, batch=args.batch, seq=args.seq))
+    def step() -> float:
+        loss = engine(ids, targets)
         engine.backward(loss)
         engine.step()
         return float(loss.detach())
@@ -107,8 +108,8 @@ def measure(args: argparse.Namespace, work: Path) -> tuple[list[Part], dict[str,
         run()
         return time.perf_counter() - start, peak_rss()
 
-    step(0)
-    plain = [timed(functools.partial(step, n)) for n in range(1, 1 + args.steps)]
+    step()
+    plain = [timed(step) for _ in range(args.steps)]
     training, step_s = max(p for _, p in plain), min(s for s, _ in plain)
     parts: list[Part] = []
     saved, out = work / "saved", work / "out"
@@ -122,9 +123,9 @@ def measure(args: argparse.Namespace, work: Path) -> tuple[list[Part], dict[str,
 
     part("save", lambda: engine.save_checkpoint(saved, tag="a"), saved)
     copy_s = copy(saved / "a", work / "copy")
-    expected = step(args.steps + 1)
+    expected = step()
     part("load", lambda: engine.load_checkpoint(saved, "a"), saved)
-    losses = expected, step(args.steps + 1)
+    losses = expected, step()
     parts[0].copy_s = parts[1].copy_s = copy_s
     engine.load_checkpoint(saved, "a")
     shutil.rmtree(saved)
@@ -134,7 +135,7 @@ def measure(args: argparse.Namespace, work: Path) -> tuple[list[Part], dict[str,
     def save_meanwhile() -> None:
         engine.save_checkpoint(saved, tag="b", async_save=True)
         while not (saved / "latest").exists():
-            during.append(timed(lambda: step(args.steps + 1 + len(during)))[0])
+            during.append(timed(step)[0])
         engine.wait_for_checkpoint()
 
     part("save, training", save_meanwhile, saved)
@@ -155,52 +156,50 @@ def measure(args: argparse.Namespace, work: Path) -> tuple[list[Part], dict[str,
     }
 
 
-def table(parts: list[Part], facts: dict[str, Any], command: str) -> str:
-    during, here = facts["steps_while_saving_s"], machine()
-    lines = [
-        f"`{command}`",
-        "",
-        f"{facts['parameters'] / 1e6:.1f}M parameters in {facts['host_memory']}, everything on the drive; {here['processor']}, "
-        f"{here['cores']} cores. A training step takes {facts['step_s']:.2f} s and {facts['training_peak_rss'] / MIB:.0f} MiB at "
-        f"most; {len(during)} steps while saving took {sum(during):.2f} s.",
-        "",
-        "| | bytes | seconds | copying as many | ratio | peak RSS above training |",
-        "|---|---|---|---|---|---|",
-    ]
+def table(parts: list[Part], facts: dict[str, Any]) -> Cells:
+    rows: Cells = [("", "bytes", "seconds", "copying as many", "ratio", "peak RSS above training")]
     for p in parts:
-        copying = "-" if p.copy_s is None else f"{p.copy_s:.2f} s"
-        ratio = "-" if p.copy_s is None else f"{p.seconds / p.copy_s:.2f}"
-        lines.append(f"| {p.what} | {p.nbytes / 1e6:.0f} MB | {p.seconds:.2f} | {copying} | {ratio} | {p.above / MIB:+.0f} MiB |")
-    same = facts["losses"][0] == facts["losses"][1]
-    lines += ["", "After the load: " + ("losses equal." if same else f"LOSSES DIFFER: {facts['losses']}.")]
-    return "\n".join(lines) + "\n"
+        copying = ("-", "-") if p.copy_s is None else (f"{p.copy_s:.2f} s", f"{p.seconds / p.copy_s:.2f}")
+        rows.append((p.what, f"{p.nbytes / 1e6:.0f} MB", f"{p.seconds:.2f} s", *copying, f"{p.above / MIB:+.0f} MiB"))
+    during = facts["steps_while_saving_s"]
+    slow = f"{len(during)} steps, of {facts['step_s']:.2f} s alone"
+    rows.append(("training meanwhile", "-", f"{sum(during):.2f} s", slow, f"{sum(during) / len(during) / facts['step_s']:.2f}", "-"))
+    return rows
 
 
-def main(argv: list[str] | None = None) -> int:
+def draw(figure: Any, parts: list[Part]) -> None:
+    axes = figure.subplots()
+    shown = [p for p in parts if p.copy_s]
+    axes.bar([p.what for p in shown], [p.seconds / p.copy_s for p in shown if p.copy_s])
+    axes.axhline(1.0, color="tab:gray", linestyle=":")
+    axes.set_ylabel("seconds / seconds of copying as many bytes")
+
+
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (("layers", 12), ("dim", 768), ("seq", 128), ("batch", 1), ("steps", 2)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="fp32")
+    add_flags(parser)
+    parser.set_defaults(steps=2, nvme_path=tempfile.gettempdir())
     parser.add_argument("--host-memory", default="384MiB")
-    parser.add_argument("--nvme-path", default=tempfile.gettempdir())
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tiny", action="store_true")
-    argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
     if args.tiny:
-        args.layers, args.dim, args.seq, args.host_memory = 2, 64, 32, "2MiB"
+        args.layers, args.dim, args.vocab, args.seq, args.host_memory, args.dtype = 2, 64, 256, 32, "2MiB", "fp32"
+    settle()
+    torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory(dir=args.nvme_path, prefix="swapio-checkpoint-") as work:
         parts, facts = measure(args, Path(work))
-    text = table(parts, facts, "python bench/checkpoint.py " + " ".join(argv))
-    print(text)
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "checkpoint.md").write_text(text)
-        found = {"facts": facts, "machine": machine(), "parts": [dataclasses.asdict(p) for p in parts]}
-        (args.out / "checkpoint.json").write_text(json.dumps(found, indent=1) + "\n")
-    return 0 if facts["losses"][0] == facts["losses"][1] else 1
+    same = facts["losses"][0] == facts["losses"][1]
+    title = (
+        f"{facts['parameters'] / 1e6:.1f}M parameters in {facts['host_memory']}, everything on the drive; a step takes "
+        f"{facts['step_s']:.2f} s and {facts['training_peak_rss'] / MIB:.0f} MiB at most; "
+        f"after the load losses {'equal' if same else 'DIFFER'}"
+    )
+    data = {"facts": facts, "parts": [dataclasses.asdict(p) for p in parts]}
+    save("checkpoint", args, argv, {title: table(parts, facts)}, data, lambda figure: draw(figure, parts))
+    return 0 if same else 1
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

@@ -4,9 +4,10 @@
     python bench/dial.py --tiny                                             # seconds, for the tests
 
 Each round runs the plain loop (`_plain.py`) and every budget, in turns and with the same settings of malloc (`--malloc`, default `keep`:
-memory that went back to the system would be faulted in again each step, on both sides). The model is `max(compute, bytes / bandwidth)`:
+memory that went back to the system would be faulted in again each step, on both sides). The *model* is `max(compute, bytes / bandwidth)`:
 *compute* is the step with everything in memory, *bytes* what the step at that budget moved, *bandwidth* fio's best at that ratio of reads
-to writes, before and after.
+to writes, before and after. *This machine* is the same where compute and drive share the cores: while the bytes move, at the bandwidth that
+fio reaches beside products of matrices, compute has the speed that those have beside fio (`_run.bandwidth`).
 """
 
 from __future__ import annotations
@@ -51,17 +52,22 @@ def measure(args: argparse.Namespace, options: list[str]) -> Result:
 def points(data: Result) -> list[dict[str, float]]:
     """For each budget: medians, and what the model says."""
     compute = statistics.median(r["median_step_s"] for r in data["budgets"][-1]["runs"])
-    speeds = [d["best_bytes_per_s"] for d in data["drive"] if d is not None]
-    speed = statistics.mean(speeds) if speeds else None
+    drive = [d for d in data["drive"] if d is not None]
+    speed = statistics.mean(d["best_bytes_per_s"] for d in drive) if drive else None
     found = []
     for one in data["budgets"]:
         low, seconds, high = spread(s for r in one["runs"] for s in r["step_s"][1:])
         moved = statistics.median(r["moved_nbytes"] for r in one["runs"])
-        model = max(compute, moved / speed) if speed else compute
+        model = shared = compute
+        if speed:
+            model = max(compute, moved / speed)
+            moving_s = moved / statistics.mean(d["beside"]["bytes_per_s"] for d in drive)
+            shared = moving_s + max(compute - statistics.mean(d["beside"]["compute"] for d in drive) * moving_s, 0)
         found.append(
             {
                 "budget": one["budget"], "peak_rss": max(r["peak_rss"] for r in one["runs"]), "seconds": seconds, "least_s": low,
                 "most_s": high, "moved_nbytes": moved, "bytes_per_param": moved / one["runs"][0]["params"], "model_s": model,
+                "shared_s": shared,
                 "stall_s": statistics.median(s for r in one["runs"] for s in r["step_stall_s"][1:]),
             }
         )  # fmt: skip
@@ -70,8 +76,11 @@ def points(data: Result) -> list[dict[str, float]]:
 
 def table(data: Result) -> Cells:
     rows: Cells = [
-        ("host_memory", "peak RSS", "s/step", "of all steps", "bytes per parameter", "stalled", "model", "above the model", "plain x")
-    ]
+        (
+            "host_memory", "peak RSS", "s/step", "of all steps", "bytes per parameter", "stalled", "model", "above", "this machine",
+            "above", "plain x",
+        )
+    ]  # fmt: skip
     _, plain, _ = spread(s for r in data["plain"] for s in r["step_s"][1:])
     for p in points(data):
         rows.append(
@@ -79,12 +88,13 @@ def table(data: Result) -> Cells:
                 f"{p['budget'] / 2**20:.0f} MiB", f"{p['peak_rss'] / 2**20:.0f} MiB", f"{p['seconds']:.3f}",
                 f"{p['least_s']:.3f} - {p['most_s']:.3f}",
                 f"{p['bytes_per_param']:.1f}", f"{p['stall_s']:.3f} s", f"{p['model_s']:.3f}", f"{p['seconds'] / p['model_s'] - 1:+.0%}",
+                f"{p['shared_s']:.3f}", f"{p['seconds'] / p['shared_s'] - 1:+.0%}",
                 f"{p['seconds'] / plain:.3f}",
             )
         )  # fmt: skip
     low, plain, high = spread(s for r in data["plain"] for s in r["step_s"][1:])
     peak = max(r["peak_rss"] for r in data["plain"])
-    rows.append(("plain PyTorch", f"{peak / 2**20:.0f} MiB", f"{plain:.3f}", f"{low:.3f} - {high:.3f}", "0", "-", "-", "-", "1"))
+    rows.append(("plain PyTorch", f"{peak / 2**20:.0f} MiB", f"{plain:.3f}", f"{low:.3f} - {high:.3f}", "0", "-", "-", "-", "-", "-", "1"))
     return rows
 
 
@@ -96,6 +106,7 @@ def draw(figure: Any, data: Result) -> None:
     ends = [[p["seconds"] - p["least_s"] for p in shown], [p["most_s"] - p["seconds"] for p in shown]]
     axes.errorbar(gib, seconds, yerr=ends, marker="o", capsize=3, label="swapio, median and range")
     axes.plot(gib, [p["model_s"] for p in shown], linestyle="--", color="tab:red", label="max(compute, bytes / bandwidth)")
+    axes.plot(gib, [p["shared_s"] for p in shown], linestyle=":", color="tab:orange", label="the same, sharing the cores of this machine")
     _, plain, _ = spread(s for r in data["plain"] for s in r["step_s"][1:])
     axes.axhline(plain, color="tab:gray", linestyle=":", label="plain PyTorch, all in memory")
     axes.set_xlabel("host_memory, GiB (the last: everything)")

@@ -4,7 +4,8 @@
 The file's blocks are written once before anything is timed: a first write into reserved blocks is slower. Around the page cache (`direct`)
 the cache is looked at before each read, and holds nothing; the other backends start each read with an empty cache, pass through the file
 once, and their writes end when they are durable. All points are measured in rounds, each in an order of its own, so that a drive that slows
-down or is shared slows all of them; medians and the spread of the rounds are given. fio takes turns with ours, first and last in turn.
+down or is shared slows all of them; medians and the spread of the rounds are given. fio takes turns with ours, first and last in turn, and
+each moves as much as it is timed for before: while a process starts, a drive that allows bursts saves one up.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Plan:
         blocks, depths: of the grid for `direct`; the other backends take each block at `buffered_depths`.
         repeats: rounds over the grid.
         fio_points: block and depth of the comparison with fio; the best setting is compared too.
-        fio_repeats: pairs of fio and ours, each of `fio_nbytes`; 0 leaves fio out.
+        fio_repeats: pairs of fio and ours, each of `fio_nbytes` after as many that do not count (`measure`); 0 leaves fio out.
         checksum_repeats: pairs with and without checksums.
         sustained_nbytes: written in one go, 0 leaves it out.
         num_processes: at once on one drive; 1 leaves it out.
@@ -75,7 +76,7 @@ class Plan:
 
 
 STANDARD = Plan(
-    GiB, 256 * MiB, (256 * KiB, MiB, 4 * MiB, 16 * MiB), (1, 2, 4, 8, 16), (4,), 3, ((256 * KiB, 8), (MiB, 8)), 7, 512 * MiB, 5, 8 * GiB, 2
+    GiB, 256 * MiB, (256 * KiB, MiB, 4 * MiB, 16 * MiB), (1, 2, 4, 8, 16), (4,), 3, ((256 * KiB, 8), (MiB, 8)), 11, 256 * MiB, 5, 8 * GiB, 2
 )
 # of the 30 s of `--quick`, the imports and the picture take the rest on a busy machine
 QUICK = Plan(128 * MiB, 64 * MiB, (MiB, 4 * MiB), (4, 8), (4,), 3, (), 3, 128 * MiB, 3, 0, 2, limit_s=13)
@@ -127,7 +128,7 @@ class _Run:
         ]
         block = min(plan.blocks)
         if self.fio and "direct" in self.files:
-            points += [(action, block, plan.fio_nbytes, 2 * plan.fio_repeats * (1 + len(plan.fio_points))) for action in ACTIONS]
+            points += [(action, block, 2 * plan.fio_nbytes, 2 * plan.fio_repeats * (1 + len(plan.fio_points))) for action in ACTIONS]
         points += [(action, block, plan.point_nbytes, 2 * plan.checksum_repeats) for action in ("read", "write")]
         points += [
             ("write", block, plan.sustained_nbytes, 1),
@@ -152,6 +153,11 @@ class _Run:
         self.written += written
         self._progress(self.read + self.written, self.total, what)
 
+    def count_ramped(self, read: int, written: int, ramp_nbytes: int, what: str) -> None:
+        """Count bytes that were timed, and those before them, at the same mix."""
+        factor = 1 + ramp_nbytes / (read + written)
+        self.count(round(factor * read), round(factor * written), what)
+
     @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self._start
@@ -167,9 +173,10 @@ class _Run:
             now, then = format_nbytes(self.point_nbytes), format_nbytes(self.plan.point_nbytes)
             self.cut.append(f"{now} instead of {then} per point, for time")
 
-    def take(self, setting: Setting, action: str, nbytes: int, file: DriveFile | None = None) -> Sample:
-        sample = measure(file or self.files[setting.backend], setting, action, nbytes=nbytes, content=self._content)
-        self.count(sample.read_nbytes, sample.written_nbytes, f"{action}: {setting}")
+    def take(self, setting: Setting, action: str, nbytes: int, file: DriveFile | None = None, *, ramp_nbytes: int = 0) -> Sample:
+        used = file or self.files[setting.backend]
+        sample = measure(used, setting, action, nbytes=nbytes, content=self._content, ramp_nbytes=ramp_nbytes)
+        self.count_ramped(sample.read_nbytes, sample.written_nbytes, ramp_nbytes, f"{action}: {setting}")
         return sample
 
     def rounds(self, num: int, what: str, *, share: float, least: int = 0) -> Iterator[int]:
@@ -208,6 +215,7 @@ class _Run:
 
     def compare_fio(self, best: Setting) -> list[dict[str, Any]]:
         rows = []
+        nbytes, speeds = self.plan.fio_nbytes, [s.bytes_per_s for s in self.samples]
         settings = dict.fromkeys([*(Setting("direct", *point) for point in self.plan.fio_points), best])
         for setting in settings:
             for action in ACTIONS:
@@ -218,13 +226,14 @@ class _Run:
                     for who in ("ours", "fio") if i % 2 else ("fio", "ours"):
                         if who == "ours":
                             time.sleep(idle_s)
-                            ours.append(self.take(setting, action, self.plan.fio_nbytes).bytes_per_s)
+                            ours.append(self.take(setting, action, nbytes, ramp_nbytes=nbytes).bytes_per_s)
                         else:
                             begin = time.monotonic()
-                            read, written, seconds = fio_run(self.files["direct"], setting, action, nbytes=self.plan.fio_nbytes)
-                            idle_s = max(time.monotonic() - begin - seconds, 0.0)
+                            ramp_s = nbytes / (theirs or speeds)[-1]
+                            read, written, seconds = fio_run(self.files["direct"], setting, action, nbytes=nbytes, ramp_s=ramp_s)
+                            idle_s = max(time.monotonic() - begin - seconds - ramp_s, 0.0)
                             theirs.append((read + written) / seconds)
-                            self.count(read, written, f"{action}: fio, {setting}")
+                            self.count_ramped(read, written, nbytes, f"{action}: fio, {setting}")
                 if not ours:
                     continue
                 low, high = ratio_interval(ours, theirs)

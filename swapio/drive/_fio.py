@@ -21,11 +21,14 @@ def fio_version() -> str | None:
     return subprocess.run(["fio", "--version"], capture_output=True, text=True, timeout=10, check=False).stdout.strip() or None
 
 
-def fio_run(file: DriveFile, setting: Setting, action: str, *, nbytes: int, read_share: float = READ_SHARE) -> tuple[int, int, float]:
+def fio_run(
+    file: DriveFile, setting: Setting, action: str, *, nbytes: int, read_share: float = READ_SHARE, ramp_s: float = 0.0
+) -> tuple[int, int, float]:
     """Bytes read, bytes written and seconds of fio on the same file, with `O_DIRECT`, the same block and depth, by asynchronous I/O.
 
     Args:
         read_share: of the bytes of a mix, to whole percents.
+        ramp_s: seconds of the same transfers before those that count.
 
     Raises:
         UsageError: fio failed, with what it said.
@@ -33,7 +36,8 @@ def fio_run(file: DriveFile, setting: Setting, action: str, *, nbytes: int, read
     command = [
         "fio", "--name=compare", f"--filename={file.path_for_others}", f"--filesize={file.extent.end}", f"--offset={file.extent.offset}",
         f"--rw={_PATTERNS[action]}", f"--rwmixread={round(100 * read_share)}", f"--bs={setting.block_nbytes}",
-        f"--iodepth={setting.queue_depth}", f"--io_size={nbytes}", "--direct=1", "--ioengine=libaio", "--thread", "--allow_file_create=0",
+        f"--iodepth={setting.queue_depth}", f"--io_size={nbytes}", f"--ramp_time={round(1e3 * ramp_s)}ms", "--direct=1",
+        "--ioengine=libaio", "--thread", "--allow_file_create=0",
         "--output-format=json",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

@@ -170,12 +170,13 @@ def written_nbytes(action: str, block_nbytes: int, nbytes: int) -> int:
     return each * {"read": 0, "write": num, "mix": num - round(num * READ_SHARE)}[action]
 
 
-def measure(file: DriveFile, setting: Setting, action: str, *, nbytes: int, content: memoryview) -> Sample:
+def measure(file: DriveFile, setting: Setting, action: str, *, nbytes: int, content: memoryview, ramp_nbytes: int = 0) -> Sample:
     """Move `nbytes` through `file` and time it.
 
     Args:
         nbytes: at most the file's for a buffered backend, so that nothing is read twice: the page cache is emptied before.
         content: bytes to write, at least one block.
+        ramp_nbytes: moved before those in the same way, and in no figure: a drive that saves up bursts while it is idle has spent them.
 
     Raises:
         StorageError: a transfer failed.
@@ -197,7 +198,6 @@ def measure(file: DriveFile, setting: Setting, action: str, *, nbytes: int, cont
     free: queue.SimpleQueue[tuple[BaseException | None, memoryview]] = queue.SimpleQueue()
     for start in range(0, arena.nbytes, each):
         free.put((None, arena[start : start + each]))
-    moved = {"read": 0, "write": 0}
 
     def take_slot() -> memoryview:
         try:
@@ -205,26 +205,29 @@ def measure(file: DriveFile, setting: Setting, action: str, *, nbytes: int, cont
         except queue.Empty:
             why = f"nothing has moved for {_TIMEOUT_S:.0f} s"
             raise StorageError(
-                action, name="test file", path=storage.path, offset=0, wanted=nbytes, got=sum(moved.values()), why=why
+                action, name="test file", path=storage.path, offset=0, wanted=nbytes, got=sum(threads.moved_nbytes.values()), why=why
             ) from None
         if error is not None:
             raise error
         return buffer
 
     with IOThreads(timed, block_nbytes=setting.block_nbytes, queue_depth=setting.queue_depth) as threads:
-        cpu, begin = time.process_time(), time.perf_counter()
-        for kind, offset in transfers(action, file.extent, each, nbytes):
+        cpu, begin, before, ramp = time.process_time(), time.perf_counter(), dict(threads.moved_nbytes), ramp_nbytes
+        for kind, offset in transfers(action, file.extent, each, ramp_nbytes + nbytes):
             buffer = take_slot()
+            if 0 < ramp <= sum(threads.moved_nbytes.values()):
+                timed.seconds.clear()
+                cpu, begin, before, ramp = time.process_time(), time.perf_counter(), dict(threads.moved_nbytes), 0
 
             def done(error: BaseException | None, buffer: memoryview = buffer) -> None:
                 free.put((error, buffer))
 
             getattr(threads, kind)(offset, buffer if kind == "read" else source, name="test file", priority=0, done=done)
-            moved[kind] += each
         for _ in range(num_slots):
             take_slot()
         if buffered and action != "read":
             storage.sync()
         seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+        read, written = (threads.moved_nbytes[kind] - before[kind] for kind in ("read", "write"))
     p50, p99 = np.quantile(timed.seconds, (0.5, 0.99))
-    return Sample(action, setting, moved["read"], moved["write"], seconds, float(p50), float(p99), cpu / seconds, cached)
+    return Sample(action, setting, read, written, seconds, float(p50), float(p99), cpu / seconds, cached)
