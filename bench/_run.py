@@ -194,13 +194,18 @@ def markdown(sections: Mapping[str, Cells], command: str, hardware: Mapping[str,
 
 
 def save(
-    name: str, args: argparse.Namespace, argv: Sequence[str], sections: Mapping[str, Cells], data: Any, draw: Callable[[Any], None]
+    name: str,
+    args: argparse.Namespace,
+    argv: Sequence[str],
+    sections: Mapping[str, Cells],
+    data: Any,
+    draw: Callable[[Any], None] | None = None,
 ) -> None:
     """Show the tables, and keep them with the figures and the picture under `args.out`, if it is given.
 
     Args:
         data: everything that was measured, for JSON.
-        draw: draws on a matplotlib figure.
+        draw: draws on a matplotlib figure; None: no picture.
     """
     from swapio.report import machine
 
@@ -212,6 +217,8 @@ def save(
     (args.out / f"{name}.md").write_text(markdown(sections, command, hardware), encoding="utf-8")
     text = {"command": command, "machine": hardware, "results": data}
     (args.out / f"{name}.json").write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
+    if draw is None:
+        return
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -18,8 +18,6 @@ import gc
 import itertools
 import json
 import math
-import os
-import platform
 import resource
 import subprocess
 import sys
@@ -27,6 +25,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from bench._run import Cells, save
 
 COLUMNS = ("checkpoints", "inputs kept", "kept", "peak RSS", "above", "s/step", "losses")
 MIB = 2**20
@@ -100,38 +100,18 @@ def child(argv: list[str], way: str) -> dict[str, Any]:
     return result
 
 
-def rows(results: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+def table(results: list[dict[str, Any]]) -> Cells:
     return [
-        (
-            r["checkpoints"], str(r["inputs_kept"] or "-"), f"{r['kept_nbytes'] / MIB:.1f} MiB", f"{r['peak_rss'] / MIB:.0f} MiB",
-            f"{(r['peak_rss'] - r['baseline_rss']) / MIB:.0f} MiB", f"{r['seconds_per_step']:.2f}",
-            "equal" if r["losses"] == results[0]["losses"] else "DIFFER",
-        )
-        for r in results
+        COLUMNS,
+        *(
+            (
+                r["checkpoints"], str(r["inputs_kept"] or "-"), f"{r['kept_nbytes'] / MIB:.1f} MiB", f"{r['peak_rss'] / MIB:.0f} MiB",
+                f"{(r['peak_rss'] - r['baseline_rss']) / MIB:.0f} MiB", f"{r['seconds_per_step']:.2f}",
+                "equal" if r["losses"] == results[0]["losses"] else "DIFFER",
+            )
+            for r in results
+        ),
     ]  # fmt: skip
-
-
-def report(results: list[dict[str, Any]], args: argparse.Namespace, argv: list[str]) -> None:
-    import torch
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*COLUMNS, title="Memory against time", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for row in rows(results):
-        table.add_row(*row)
-    Console().print(table)
-    if not args.out:
-        return
-    machine = (
-        f"{results[0]['numel'] / 1e6:.1f}M parameters, {args.layers} blocks, batch {args.batch} x {args.seq} tokens, offload "
-        f"{args.offload}; {platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, torch {torch.__version__}, "
-        f"Python {platform.python_version()}, Linux {platform.release()}"
-    )
-    lines = [f"`{' '.join(['python bench/checkpointing.py', *argv])}`", "", machine, ""]
-    lines += [f"| {' | '.join(row)} |" for row in (COLUMNS, ("---",) * len(COLUMNS), *rows(results))]
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "checkpointing.md").write_text("\n".join(lines) + "\n")
-    (args.out / "checkpointing.json").write_text(json.dumps({"machine": machine, "runs": results}, indent=1) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -153,7 +133,10 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(train(args, ways, args.one)))
         return 0
     results = [child(argv, way) for way in ways]
-    report(results, args, argv)
+    title = (
+        f"{results[0]['numel'] / 1e6:.1f}M parameters, {args.layers} blocks, batch {args.batch} x {args.seq} tokens, offload {args.offload}"
+    )
+    save("checkpointing", args, argv, {title: table(results)}, results)
     equal = all(r["losses"] == results[0]["losses"] for r in results)
     less = all(b["kept_nbytes"] < a["kept_nbytes"] for a, b in itertools.pairwise(results))
     print("losses equal" if equal else "losses DIFFER", "and each keeps less" if less else "but one does NOT keep less", sep=", ")

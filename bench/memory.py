@@ -32,7 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench._run import Cells, markdown, show
+from bench._run import Cells, save
 
 OFFLOADS = ("none", "cpu", "nvme")
 FORMULA_KINDS = ("weights", "gradients", "optimizer")
@@ -258,14 +258,10 @@ def cards(results: Sequence[Result]) -> Cells:
     return rows
 
 
-def plot(results: Sequence[Result], path: Path) -> bool:
-    """Bars by kind for each stage, the formula as a line across; below, where stage 3 rests. False when matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
+def draw(figure: Any, results: Sequence[Result]) -> None:
+    """Bars by kind for each stage, the formula as a line across; below, where stage 3 rests."""
     worlds = sorted({r["ranks"] for r in results})
-    figure = Figure(figsize=(4 * len(worlds), 7), layout="constrained")
+    figure.set_size_inches(4 * len(worlds), 7)
     axes = figure.subplots(2, len(worlds), sharey="row", squeeze=False)
     for (upper, lower), world in zip(axes.T, worlds, strict=True):
         mine = [r for r in results if r["ranks"] == world]
@@ -285,8 +281,6 @@ def plot(results: Sequence[Result], path: Path) -> bool:
     axes[1][0].set_ylabel("MiB at stage 3, by place")
     for row in axes:
         row[-1].legend(fontsize=8)
-    figure.savefig(path, dpi=110, format="png")
-    return True
 
 
 def _bars(axes: Any, labels: Sequence[str], parts: Mapping[str, Sequence[float]]) -> None:
@@ -350,23 +344,13 @@ def main(argv: list[str] | None = None) -> int:
         f"The GPT-2 family, {1 / args.scale:.3g} as wide, stage 3 on {max(args.ranks)} ranks": family(case_study),
         f"GPT-2 XL ({billions} with a head of its own) on {CARDS} x {CARD_NBYTES / GIB:.0f} GiB": cards(case_study),
     }
-    show(sections)
+    save("memory", args, argv, sections, {"runs": results, "family": case_study}, lambda figure: draw(figure, results))
     wrong = check(runs)
     for line in wrong:
         print(line)
     if not wrong:
         measured = len(FORMULA_KINDS) * len(runs)
         print(f"{measured} of {measured} figures as the formula says, losses equal")
-    if args.out:
-        from swapio.report import machine
-
-        args.out.mkdir(parents=True, exist_ok=True)
-        command = " ".join(["python bench/memory.py", *argv])
-        text = {"machine": machine(), "command": command, "runs": results, "family": case_study}
-        (args.out / "memory.md").write_text(markdown(sections, command, machine()), encoding="utf-8")
-        (args.out / "memory.json").write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
-        if not plot(results, args.out / "memory.png"):
-            print("no picture: matplotlib is not installed (pip install swapio[plot])")
     return 1 if wrong else 0
 
 

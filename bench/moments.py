@@ -15,7 +15,6 @@ The exit status is 1 if losses on the drive differ, or if the test loss is more 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 
 import swapio
-from bench._run import Cells, markdown, show
+from bench._run import Cells, save
 from swapio.cli._data import Corpus
 from swapio.cli.gpt import GPT, GPTConfig
 from swapio.optim import ChunkStepper, StateDtype, StepRange, chunk_layout, from_torch, with_state_dtype
@@ -148,13 +147,9 @@ def table_of_times(numel: int, rounds: int) -> Cells:
 # --- what is shown ---
 
 
-def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> bool:
-    """Losses as means of 20 steps, and how far they are from those of fp32. False when matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(9, 7), layout="constrained")
+def draw(figure: Any, runs: Sequence[Mapping[str, Any]]) -> None:
+    """Losses as means of 20 steps, and how far they are from those of fp32."""
+    figure.set_size_inches(9, 7)
     upper, lower = figure.subplots(2, 1, sharex=True)
     for r in runs:
         fp32 = next(f for f in runs if (f["dtype"], f["seed"]) == ("fp32", r["seed"]))
@@ -170,8 +165,6 @@ def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> bool:
     upper.legend(title="optimizer's state")
     for axes in (upper, lower):
         axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=110, format="png")
-    return True
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -204,22 +197,12 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{dtype} seed {seed}: train {runs[-1]['train']:.4f}, test {runs[-1]['test']:.4f}", flush=True)
     title = f"Loss after {args.steps} steps of {args.batch} x {args.seq} bytes, {runs[0]['numel'] / 1e6:.2f}M parameters, fp32 weights"
     sections = {title: table_of_losses(runs), f"A step of {args.numel / 1e6:.1f}M parameters with bfloat16 weights": times}
-    show(sections)
+    save("moments", args, argv, sections, {"runs": runs, "times": times}, lambda figure: draw(figure, runs))
     wrong += check(runs, args.margin)
     for line in wrong:
         print(line)
     if not wrong:
         print(f"losses equal in memory and on the drive for {', '.join(DTYPES)}; test losses within {args.margin} of fp32")
-    if args.out:
-        from swapio.report import machine
-
-        args.out.mkdir(parents=True, exist_ok=True)
-        command = " ".join(["python bench/moments.py", *argv])
-        text = {"machine": machine(), "command": command, "runs": runs, "times": times}
-        (args.out / "moments.md").write_text(markdown(sections, command, machine()), encoding="utf-8")
-        (args.out / "moments.json").write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
-        if not plot(runs, args.out / "moments.png"):
-            print("no picture: matplotlib is not installed (pip install swapio[plot])")
     return 1 if wrong else 0
 
 

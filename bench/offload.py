@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import platform
 import resource
 import subprocess
 import sys
@@ -23,7 +21,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench._run import Cells, save
+
 SLACK = 64 << 20
+MIB = 2**20
 
 
 def train(args: argparse.Namespace, offload: str, host_memory: str) -> dict[str, Any]:
@@ -103,41 +104,30 @@ def child(argv: list[str], offload: str, host_memory: str) -> dict[str, Any]:
     return result
 
 
-def report(results: list[dict[str, Any]], command: str) -> tuple[str, bool]:
-    import torch
-
-    reference = results[0]
-    model_nbytes = reference["numel"] * 4
-    mib = 2**20
-    lines = [
-        f"`{command}`",
-        "",
-        f"{reference['numel'] / 1e6:.1f}M parameters, {len(reference['losses'])} steps; {platform.processor() or platform.machine()}, "
-        f"{os.cpu_count()} CPUs, torch {torch.__version__}, Python {platform.python_version()}, Linux {platform.release()}",
-        "",
-        "| offload | host_memory | s/step | peak RSS | bound | read/step | written/step | waiting | losses equal |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    good = True
+def table(results: list[dict[str, Any]]) -> tuple[Cells, bool]:
+    """The rows, and whether losses are equal and memory is within its bound."""
+    rows: Cells = [
+        ("offload", "host_memory", "s/step", "peak RSS", "bound", "read/step", "written/step", "waiting", "losses equal")
+    ]  # fmt: skip
+    reference, good = results[0], True
     for r in results:
         same = r["losses"] == reference["losses"]
         bound = None
         if r["offload"] == "nvme":
             # the baseline of this very process: it varies by some MiB between processes
-            bound = r["baseline"] + max(r["budget"], model_nbytes) + reference["activations"] + SLACK
+            bound = r["baseline"] + max(r["budget"], reference["numel"] * 4) + reference["activations"] + SLACK
         inside = bound is None or r["peak_rss"] <= bound
         good &= same and inside
         steps = len(r["losses"])
-        limit = "-" if bound is None else f"{bound / mib:.0f} MiB" + ("" if inside else " EXCEEDED")
-        waiting = 100 * r["stall_seconds"] / (r["seconds_per_step"] * steps)
-        lines.append(
-            f"| {r['offload']} | {r['host_memory']} | {r['seconds_per_step']:.2f} | {r['peak_rss'] / mib:.0f} MiB "
-            f"| {limit} | {r['bytes_read'] / steps / 1e6:.0f} MB | {r['bytes_written'] / steps / 1e6:.0f} MB | {waiting:.0f}% "
-            f"| {'yes' if same else 'NO'} |"
-        )
-    first, last = reference["losses"][0], reference["losses"][-1]
-    lines += ["", f"Loss {first:.4f} -> {last:.4f}. Activations {reference['activations'] / mib:.0f} MiB."]
-    return "\n".join(lines) + "\n", good
+        limit = "-" if bound is None else f"{bound / MIB:.0f} MiB" + ("" if inside else " EXCEEDED")
+        rows.append(
+            (
+                r["offload"], r["host_memory"], f"{r['seconds_per_step']:.2f}", f"{r['peak_rss'] / MIB:.0f} MiB", limit,
+                f"{r['bytes_read'] / steps / 1e6:.0f} MB", f"{r['bytes_written'] / steps / 1e6:.0f} MB",
+                f"{r['stall_seconds'] / (r['seconds_per_step'] * steps):.0%}", "yes" if same else "NO",
+            )
+        )  # fmt: skip
+    return rows, good
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -160,12 +150,14 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     plan = [("none", "auto"), ("cpu", "auto"), *(("nvme", b) for b in args.budgets)]
     results = [child(argv, *one) for one in plan]
-    text, good = report(results, "python bench/offload.py " + " ".join(argv))
-    print(text)
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "offload.md").write_text(text)
-        (args.out / "offload.json").write_text(json.dumps(results, indent=1) + "\n")
+    rows, good = table(results)
+    first, *_, last = results[0]["losses"]
+    title = (
+        f"{results[0]['numel'] / 1e6:.1f}M parameters, {args.steps} steps, loss {first:.4f} to {last:.4f}, "
+        f"activations {results[0]['activations'] / MIB:.0f} MiB"
+    )
+    save("offload", args, argv, {title: rows}, results)
+    print("losses equal, memory within its bounds" if good else "losses DIFFER or memory is above its bound")
     return 0 if good else 1
 
 

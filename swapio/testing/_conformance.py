@@ -62,7 +62,8 @@ class StorageConformance:
             if file is not None:
                 with file.open("rb") as raw:
                     raw.seek(second.offset)
-                    assert raw.read(two.nbytes) == two
+                    content = raw.read(two.nbytes)
+                    assert content == two
 
     def test_offsets_above_two_gib(self, tmp_path: Path) -> None:
         """The file is reserved, not written, so this is cheap."""
@@ -176,8 +177,10 @@ class StorageConformance:
                 for number, (extent, buffer) in enumerate(zip(extents, buffers, strict=True)):
                     move(extent.offset, buffer, name=str(number), priority=number % 3, done=done)
                 for _ in extents:
-                    assert ended.acquire(timeout=TIMEOUT_S)
-            assert io.close(TIMEOUT_S)
+                    in_time = ended.acquire(timeout=TIMEOUT_S)
+                    assert in_time
+            joined = io.close(TIMEOUT_S)
+            assert joined
             assert errors == [None] * 16
             assert sources == targets
             assert io.moved_nbytes == {"read": 56 * PAGE_NBYTES, "write": 56 * PAGE_NBYTES}
@@ -223,7 +226,8 @@ class StorageConformance:
         storage.reads.clear()
         reader = threading.Thread(target=storage.read, args=(extent.offset, back), kwargs={"name": "x"}, name="reader")
         reader.start()
-        assert storage.waiting.acquire(timeout=TIMEOUT_S)
+        waiting = storage.waiting.acquire(timeout=TIMEOUT_S)
+        assert waiting
         storage.close()
         with pytest.raises(ClosedError):
             storage.read(extent.offset, back, name="y")

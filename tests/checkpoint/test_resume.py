@@ -70,6 +70,22 @@ def test_numbers_of_ranks_and_stages(tmp_path: Path, stage: int, dtype: str, num
 
 
 @pytest.mark.slow
+def test_the_run_goes_on_at_other_numbers_of_ranks(tmp_path: Path) -> None:
+    """Saved at 2 ranks, sizes that no number of ranks divides: three steps more at 1, 3 and 4 are those at 2, but for the order of sums."""
+    module, path, directory = "tests.checkpoint.work", str(tmp_path), str(tmp_path / "saved")
+    launch.run("train_shared", 2, path, directory, 2, 0, 3, [(3, "nvme", "nvme")], module=module)
+    places = [(3, "nvme", "nvme"), (1, "cpu", "nvme")]
+    want_norm, want = launch.run("train_shared", 2, path, directory, 2, 3, 6, places[:1], module=module)[0][0]
+    for num_ranks in (1, 3, 4):
+        for results in launch.run("train_shared", num_ranks, path, directory, num_ranks, 3, 6, places, module=module):
+            for norm, found in results:
+                assert norm == pytest.approx(want_norm, rel=1e-5)
+                assert found.keys() == want.keys()
+                for name in (k for k in want if k.startswith(("master", "exp_avg"))):
+                    torch.testing.assert_close(found[name], want[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.slow
 def test_all_ranks_are_told_when_one_fails(tmp_path: Path) -> None:
     told = launch.run("fail_on_one_rank", 2, str(tmp_path), str(tmp_path / "saved"), module="tests.checkpoint.work")
     for rank, (tags, write, damage) in enumerate(told):

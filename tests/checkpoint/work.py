@@ -152,6 +152,32 @@ def train_and_save(
         return saved, train(engine, 3, 6), snapshot(engine)
 
 
+SHARED_ROWS = 12
+
+
+def train_shared(
+    rank: int, path: str, directory: str, num_ranks: int, first: int, last: int, places: list[tuple[int, str, str]]
+) -> list[tuple[float, Snapshot]]:
+    """Train on the same rows at any number of ranks, for each stage and pair of places: begun at step 0 and saved, else loaded."""
+    results = []
+    rows = SHARED_ROWS // num_ranks
+    for stage, params, state in places:
+        more = {"train_micro_batch_size_per_gpu": rows}
+        with engine_of(path, seed=rank, stage=stage, params=params, state=state, **more) as engine:
+            engine.module.eval()  # dropout would depend on the rank
+            if first:
+                engine.load_checkpoint(directory)
+            for step in range(first, last):
+                batch = torch.randn(SHARED_ROWS, 31, generator=torch.Generator().manual_seed(step))
+                loss = engine(batch[rank * rows : (rank + 1) * rows])
+                engine.backward(loss)
+                engine.step()
+            if not first:
+                engine.save_checkpoint(directory)
+            results.append((engine.get_global_grad_norm(), snapshot(engine)))
+    return results
+
+
 def train_and_save_as(rank: int, path: str, directory: str, state_dtype: str) -> Snapshot:
     """What was saved after three steps at stage 3, with the optimizer's state in that dtype."""
     own = {"timeout_s": 30, "device": "cpu", "optimizer_state_dtype": state_dtype}
