@@ -35,9 +35,14 @@ class ChunkStepper:
     Optimizers without a fused kernel make temporaries of a sub-block besides.
 
     Not thread-safe: it belongs to the thread that computes.
+
+    Args:
+        block_numel: elements of a sub-block; default: `BLOCK_NUMEL` for each of up to four threads of PyTorch.
     """
 
-    def __init__(self, spec: OptimizerSpec, *, block_numel: int = BLOCK_NUMEL) -> None:
+    def __init__(self, spec: OptimizerSpec, *, block_numel: int | None = None) -> None:
+        if block_numel is None:
+            block_numel = BLOCK_NUMEL * min(torch.get_num_threads(), 4)
         if block_numel < spec.cut_numel or block_numel % spec.cut_numel:
             raise ValueError(f"block_numel must be a positive multiple of {spec.cut_numel}, got {block_numel}")
         self.spec = spec

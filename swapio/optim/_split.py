@@ -31,7 +31,7 @@ from ._grad import without_grad
 __all__ = ["BLOCK_NUMEL", "merge_", "round_", "round_bf16", "split_"]
 
 BLOCK_NUMEL = 256 * 1024
-"""Elements worked on at a time: fp32 scratch of 1 MiB stays in cache, and the cost of a call is spread thin."""
+"""Elements that a thread works on at a time: fp32 scratch of 1 MiB stays in cache, and the cost of a call is spread thin."""
 
 
 # A Python number would become a tensor at each call, which costs more than adding it to a small block does.

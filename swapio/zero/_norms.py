@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["GradNorm", "Gradients", "look_at", "measure"]
 
-_NORM_NUMEL = 1 << 22  # elements of which an fp32 copy is made at once
+_NORM_NUMEL = 1 << 22  # elements of a 16-bit gradient of which an fp32 copy is made at once
+_PIECE_NUMEL = 1 << 18  # of a larger one: what stays in the cache
 
 
 class GradNorm(NamedTuple):
@@ -105,9 +106,14 @@ def _flat_grads(unit: Unit, slot: Slot) -> Iterator[torch.Tensor]:
 
 
 def _norm(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of all parts together, fp32; of one fp32 part exactly as PyTorch computes it."""
+    """Of all parts together, fp32; of one part exactly as PyTorch computes it of an fp32 copy, unless that is large."""
     if len(parts) == 1 and (parts[0].dtype is torch.float32 or parts[0].numel() <= _NORM_NUMEL):
         norm: torch.Tensor = torch.linalg.vector_norm(parts[0].float())
         return norm.cpu()
-    squares = [float(torch.linalg.vector_norm(block.float())) ** 2 for part in parts for block in part.split(_NORM_NUMEL)]
-    return torch.tensor(sum(squares) ** 0.5, dtype=torch.float32)
+    squares = 0.0
+    for part in parts:
+        scratch = torch.empty(min(part.numel(), _PIECE_NUMEL), device=part.device)
+        for piece in part.split(_PIECE_NUMEL):
+            values = piece if piece.dtype is torch.float32 else scratch[: piece.numel()].copy_(piece)
+            squares += float(torch.dot(values, values))  # some times as fast as the norm of an fp32 copy
+    return torch.tensor(squares**0.5, dtype=torch.float32)
