@@ -156,24 +156,23 @@ SHARED_ROWS = 12
 
 
 def train_shared(
-    rank: int, path: str, directory: str, num_ranks: int, first: int, last: int, places: list[tuple[int, str, str]]
+    rank: int, path: str, directory: str, num_ranks: int, places: list[tuple[int, str, str]], save: bool = False
 ) -> list[tuple[float, Snapshot]]:
-    """Train on the same rows at any number of ranks, for each stage and pair of places: begun at step 0 and saved, else loaded."""
+    """Six steps on the same rows at any number of ranks, for each stage and pair of places: saved after three, or those after a load."""
     results = []
     rows = SHARED_ROWS // num_ranks
     for stage, params, state in places:
-        more = {"train_micro_batch_size_per_gpu": rows}
+        more: dict[str, Any] = {"train_micro_batch_size_per_gpu": rows}
         with engine_of(path, seed=rank, stage=stage, params=params, state=state, **more) as engine:
             engine.module.eval()  # dropout would depend on the rank
-            if first:
+            if not save:
                 engine.load_checkpoint(directory)
-            for step in range(first, last):
+            for step in range(0 if save else 3, 6):
+                if save and step == 3:
+                    engine.save_checkpoint(directory)
                 batch = torch.randn(SHARED_ROWS, 31, generator=torch.Generator().manual_seed(step))
-                loss = engine(batch[rank * rows : (rank + 1) * rows])
-                engine.backward(loss)
+                engine.backward(engine(batch[rank * rows : (rank + 1) * rows]))
                 engine.step()
-            if not first:
-                engine.save_checkpoint(directory)
             results.append((engine.get_global_grad_norm(), snapshot(engine)))
     return results
 
