@@ -91,11 +91,17 @@ def run_steps(engine: Any, args: argparse.Namespace, *, counters: Callable[[], M
     Args:
         engine: called with a batch, then `backward(loss)` and `step()`, as swapio's and DeepSpeed's.
         counters: numbers that only grow; what each step added comes as `step_<name>`.
+
+    `step_steal_s` are CPU seconds that a hypervisor took from this machine, for its own threads (those of the drive too) or others.
     """
     lists: dict[str, list[Any]] = {"step_s": [], "phase_s_fwd_bwd_step": [], "loss": [], "step_io_read_write_bytes": []}
+
+    def grown() -> dict[str, float]:
+        return {"steal_s": getattr(psutil.cpu_times(), "steal", 0.0), **counters()}
+
     source, device = batches(shape_of(args), args.batch), getattr(engine, "device", torch.device("cpu"))
     for _ in range(args.steps):
-        io, before, start = io_nbytes(), counters(), time.perf_counter()
+        io, before, start = io_nbytes(), grown(), time.perf_counter()
         phases, total = [0.0, 0.0, 0.0], 0.0
         for _ in range(args.gas):
             ids, targets = (t.to(device) for t in next(source))
@@ -113,7 +119,7 @@ def run_steps(engine: Any, args: argparse.Namespace, *, counters: Callable[[], M
         lists["phase_s_fwd_bwd_step"].append([round(p, 4) for p in phases])
         lists["loss"].append(total)
         lists["step_io_read_write_bytes"].append([b - a for a, b in zip(io, io_nbytes(), strict=True)])
-        for name, value in counters().items():
+        for name, value in grown().items():
             lists.setdefault(f"step_{name}", []).append(value - before[name])
     return lists
 

@@ -41,11 +41,11 @@ def measure(args: argparse.Namespace, options: list[str]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> Cells:
-    rows: Cells = [("step", "s", "forward", "backward", "step()", "read", "written", "stalled", "loss")]
-    columns = ("step_s", "phase_s_fwd_bwd_step", "step_io_read_write_bytes", "step_stall_s", "loss")
-    for i, (seconds, phases, io, stall, loss) in enumerate(zip(*(result[c] for c in columns), strict=True)):
+    rows: Cells = [("step", "s", "forward", "backward", "step()", "read", "written", "stalled", "stolen CPU", "loss")]
+    columns = ("step_s", "phase_s_fwd_bwd_step", "step_io_read_write_bytes", "step_stall_s", "step_steal_s", "loss")
+    for i, (seconds, phases, io, stall, steal, loss) in enumerate(zip(*(result[c] for c in columns), strict=True)):
         moved = (f"{n / 1e9:.3f} GB" for n in io)
-        rows.append((str(i), f"{seconds:.2f}", *(f"{p:.2f}" for p in phases), *moved, f"{stall:.2f}", f"{loss:.4f}"))
+        rows.append((str(i), f"{seconds:.2f}", *(f"{p:.2f}" for p in phases), *moved, f"{stall:.2f}", f"{steal:.2f} s", f"{loss:.4f}"))
     return rows
 
 
