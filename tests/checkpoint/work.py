@@ -162,7 +162,7 @@ def train_shared(
     results = []
     rows = SHARED_ROWS // num_ranks
     for stage, params, state in places:
-        more = {"train_micro_batch_size_per_gpu": rows}
+        more: dict[str, Any] = {"train_micro_batch_size_per_gpu": rows}
         with engine_of(path, seed=rank, stage=stage, params=params, state=state, **more) as engine:
             engine.module.eval()  # dropout would depend on the rank
             if first:
