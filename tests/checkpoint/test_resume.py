@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import swapio
+from swapio.checkpoint import inspect
 from swapio.optim import round_bf16
 from tests.engine.models import smallest_budget
 from tests.ranks import launch
@@ -82,7 +84,7 @@ def test_the_run_goes_on_at_other_numbers_of_ranks(tmp_path: Path) -> None:
                 assert norm == pytest.approx(want_norm, rel=1e-5)
                 assert found.keys() == want.keys()
                 for name in (k for k in want if k.startswith(("master", "exp_avg"))):
-                    torch.testing.assert_close(found[name], want[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+                    torch.testing.assert_close(found[name], want[name], rtol=1e-4, atol=1e-6, msg=functools.partial("{}: {}".format, name))
 
 
 @pytest.mark.slow
@@ -290,3 +292,103 @@ def test_without_frozen_parameters(tmp_path: Path, caplog: pytest.LogCaptureFixt
         assert "as they are: 'still.bias', 'still.weight'" in caplog.text
         assert torch.equal(engine.module.still.weight, make(5).still.weight)
         assert torch.equal(engine.module.first.weight, make().first.weight)
+
+
+# --- what a run is made of ---
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_another_default_dtype(tmp_path: Path, default: torch.dtype) -> None:
+    """Masters and moments of a checkpoint that was saved under another default were rounded to bfloat16."""
+    with engine_of(tmp_path, dtype="bf16", state="nvme") as engine:
+        train(engine, 0, 2)
+        engine.save_checkpoint(tmp_path, tag="a")
+        torch.set_default_dtype(default)
+        try:
+            engine.save_checkpoint(tmp_path, tag="b")
+            train(engine, 2, 3)
+            engine.load_checkpoint(tmp_path, "a")
+            want = snapshot(engine)
+            engine.save_checkpoint(tmp_path, tag="c")
+        finally:
+            torch.set_default_dtype(torch.float32)
+        same(snapshot(engine), want)
+    a, b, c = ((tmp_path / tag / "__0_0.distcp").read_bytes() for tag in "abc")
+    assert a == b == c
+
+
+def test_accumulation_begins_anew(tmp_path: Path) -> None:
+    """Gradients so far are not saved, so a step after a load waits for all of its micro-batches, however many those are."""
+    with engine_of(tmp_path, gradient_accumulation_steps=2) as engine:
+        train(engine, 0, 6)
+        engine.save_checkpoint(tmp_path)
+        train(engine, 6, 7)
+        engine.save_checkpoint(tmp_path, tag="within")
+        engine.load_checkpoint(tmp_path, "within")
+        engine.save_checkpoint(tmp_path, tag="again", save_latest=False)
+        want = train(engine, 6, 8), snapshot(engine)
+    assert (tmp_path / "within" / "__0_0.distcp").read_bytes() == (tmp_path / "again" / "__0_0.distcp").read_bytes()
+    with engine_of(tmp_path, seed=5, gradient_accumulation_steps=2) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert train(engine, 6, 7) == want[0][:1] and engine.global_steps == 3
+        train(engine, 7, 8)
+        same(snapshot(engine), want[1])
+    with engine_of(tmp_path, gradient_accumulation_steps=4) as engine:
+        engine.load_checkpoint(tmp_path, "global_step3")
+        train(engine, 0, 3)
+        assert engine.global_steps == 3
+        train(engine, 3, 4)
+        assert engine.global_steps == 4
+
+
+def test_other_param_groups(tmp_path: Path) -> None:
+    """As many groups, with other members: a rate or a decay would go to the wrong parameters."""
+
+    def engine_with(seed: int, turned: bool) -> Any:
+        model = make(seed)
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        groups = [
+            {"params": [p for n, p in trained.items() if not n.endswith("bias")], "weight_decay": 0.1},
+            {"params": [p for n, p in trained.items() if n.endswith("bias")], "weight_decay": 0.0, "lr": 1e-3},
+        ]
+        optimizer = torch.optim.AdamW(groups[::-1] if turned else groups)
+        config = {k: v for k, v in settings(tmp_path).items() if k not in ("optimizer", "scheduler")}
+        return swapio.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+    with engine_with(0, turned=False) as engine:
+        train(engine, 0, 2)
+        engine.save_checkpoint(tmp_path / "saved")
+    with engine_with(5, turned=False) as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+    with engine_with(5, turned=True) as engine:
+        train(engine, 0, 1)
+        refused(engine, tmp_path / "saved", r"other param groups have 'blocks\.0\.0\.bias', .* give the same groups, or pass load_opt")
+
+
+class Own:
+    """Something of the user's."""
+
+
+def test_client_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_of(tmp_path) as engine:
+        wrong: Any
+        for wrong, said in (
+            ({"f": lambda: 1}, "'client_state' has something that cannot be pickled: .*lambda"),
+            ([1, 2], "client_state: a list is no dict"),
+        ):
+            with pytest.raises(swapio.UsageError, match=said):
+                engine.save_checkpoint(tmp_path / "saved", client_state=wrong)
+            assert list((tmp_path / "saved").glob("*")) == []
+        engine.save_checkpoint(tmp_path / "saved", client_state={"own": Own()})
+        state: Any = engine.load_checkpoint(tmp_path / "saved")[1]
+        assert type(state["own"]) is Own
+        train(engine, 0, 1)
+        # what does not have the user's classes reads the rest
+        monkeypatch.delattr(f"{__name__}.Own")
+        assert swapio.get_fp32_state_dict(tmp_path / "saved").keys() >= {"first.weight"}
+        assert inspect(tmp_path / "saved")["client_state"] == ["own"]
+        refused(
+            engine,
+            tmp_path / "saved",
+            r"'client_state' in \S+global_step0 has objects that cannot be made here: .*Own.* define their class",
+        )
