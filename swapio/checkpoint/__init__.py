@@ -6,11 +6,13 @@ from ._export import DTYPES, as_weight, export, export_dtype, exported, get_fp32
 from ._folder import (
     Part,
     Progress,
+    check_free,
     check_tag,
     damage,
     find,
     latest_tag,
     leftovers,
+    listed,
     publish,
     remove_old,
     resolve,
@@ -20,12 +22,13 @@ from ._folder import (
     verify,
 )
 from ._inspect import inspect
-from ._names import ENGINE, RANDOM, key
+from ._names import CLIENT_STATE, ENGINE, RANDOM, key
 from ._safetensors import Entry, SafetensorsFolder, SafetensorsWriter
 from ._tensors import Stored, Stretch
 from ._write import StretchWriter, finish_folder
 
 __all__ = [
+    "CLIENT_STATE",
     "DTYPES",
     "ENGINE",
     "RANDOM",
@@ -41,6 +44,7 @@ __all__ = [
     "StretchWriter",
     "as_weight",
     "boxes",
+    "check_free",
     "check_tag",
     "damage",
     "export",
@@ -54,6 +58,7 @@ __all__ = [
     "key",
     "latest_tag",
     "leftovers",
+    "listed",
     "publish",
     "remove_old",
     "resolve",

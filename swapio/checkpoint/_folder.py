@@ -28,10 +28,11 @@ from typing import BinaryIO
 import xxhash
 
 from ..errors import StorageError, UsageError
+from ._deepspeed import is_deepspeed
 
 __all__ = [
-    "Part", "check_tag", "damage", "find", "latest_tag", "leftovers", "part_of", "publish", "remove_old", "resolve", "set_latest", "tags",
-    "temporary_folder", "verify",
+    "Part", "check_free", "check_tag", "damage", "find", "latest_tag", "leftovers", "listed", "part_of", "publish", "remove_old",
+    "resolve", "set_latest", "tags", "temporary_folder", "verify",
 ]  # fmt: skip
 
 logger = logging.getLogger("swapio")
@@ -41,6 +42,7 @@ _LATEST = "latest"
 _TEMPORARY = ".tmp-"
 _FORMAT = 2
 _BLOCK_NBYTES = 1 << 20
+_MAX_TAG_NBYTES = 200  # what is added to it has room in a name
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 Progress = Callable[[int, int], None] | None
@@ -62,9 +64,23 @@ def check_tag(tag: str) -> str:
     Raises:
         UsageError: it cannot be the name of a folder.
     """
-    if not re.fullmatch(r"[^/\0]{1,200}", tag) or tag in (".", "..", _LATEST) or _TEMPORARY in tag:
+    nbytes = len(tag.encode(errors="replace"))
+    if not 1 <= nbytes <= _MAX_TAG_NBYTES or re.search(r"[/\0\ud800-\udfff]", tag) or tag in (".", "..", _LATEST) or _TEMPORARY in tag:
         raise UsageError(f'tag={tag!r} cannot be the name of a folder beside "latest"; use one like "global_step100"')
+    if tag != tag.strip():
+        raise UsageError(f"tag={tag!r} begins or ends with white space, which is not kept in the file 'latest'; use {tag.strip()!r}")
     return tag
+
+
+def check_free(path: Path) -> None:
+    """
+
+    Raises:
+        UsageError: something that is no checkpoint, and would be removed, has the name.
+    """
+    if not os.path.lexists(path) or (path / _MANIFEST).is_file() or is_deepspeed(path) or (_is_folder(path) and not any(path.iterdir())):
+        return
+    raise UsageError(f"{path} is there and is no checkpoint: it would be replaced; use another tag, or remove it")
 
 
 def temporary_folder(directory: Path, tag: str, token: int) -> Path:
@@ -82,10 +98,16 @@ def tags(directory: Path) -> list[str]:
     return [p.parent.name for p in sorted(manifests, key=lambda p: (p.stat().st_mtime, p.parent.name))]
 
 
+def listed(directory: Path) -> str:
+    """The tags that are there, for people; those of DeepSpeed too."""
+    others = sorted(p.name for p in directory.iterdir() if is_deepspeed(p)) if directory.is_dir() else []
+    return ", ".join(map(repr, tags(directory) + others)) or "none"
+
+
 def latest_tag(directory: Path) -> str | None:
     """What was saved last with `save_latest`."""
     try:
-        return (directory / _LATEST).read_text(encoding="utf-8").strip()
+        return (directory / _LATEST).read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return None
 
@@ -98,8 +120,9 @@ def find(directory: Path, tag: str) -> Path:
     """
     if (directory / tag / _MANIFEST).is_file() and _TEMPORARY not in tag:
         return directory / tag
-    there = tags(directory)
-    raise UsageError(f"{directory} has no checkpoint {tag!r}; it has {', '.join(map(repr, there)) or 'none'}")
+    if is_deepspeed(directory / tag):
+        raise UsageError(f"{directory / tag} is DeepSpeed's: load it with engine.load_checkpoint, then save it with engine.save_checkpoint")
+    raise UsageError(f"{directory} has no checkpoint {tag!r}; it has {listed(directory)}")
 
 
 def resolve(checkpoint: Path, tag: str | None = None) -> Path:
@@ -113,6 +136,8 @@ def resolve(checkpoint: Path, tag: str | None = None) -> Path:
     """
     if tag is None and (checkpoint / _MANIFEST).is_file() and _TEMPORARY not in checkpoint.name:
         return checkpoint
+    if tag is None and is_deepspeed(checkpoint):
+        return find(checkpoint.parent, checkpoint.name)
     tag = latest_tag(checkpoint) if tag is None else tag
     return find(checkpoint, _LATEST if tag is None else tag)  # no folder is called so: the error says what there is
 
@@ -139,7 +164,7 @@ def publish(temporary: Path, final: Path, files: Mapping[str, Sequence[Part]]) -
     if final.exists():
         _exchange(temporary, final)
         _sync_folder(final.parent)
-        shutil.rmtree(temporary)
+        _remove(temporary)
     else:
         temporary.rename(final)
     _sync_folder(final.parent)
@@ -164,15 +189,19 @@ def remove_old(directory: Path, *, keep_last: int, token: int) -> list[str]:
         aside = temporary_folder(directory, tag, token)
         path.rename(aside)
         _sync_folder(directory)
-        shutil.rmtree(aside)
+        _remove(aside)
         removed.append(tag)
     return removed
 
 
 def set_latest(directory: Path, tag: str) -> None:
     temporary = directory / f"{_LATEST}{_TEMPORARY}{time.monotonic_ns():x}"
-    _write_synced(temporary, tag)
-    temporary.rename(directory / _LATEST)
+    try:
+        _write_synced(temporary, tag)
+        temporary.rename(directory / _LATEST)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     _sync_folder(directory)
 
 
@@ -271,6 +300,15 @@ def _opened(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _remove(path: Path) -> None:
+    """A folder; of a link to one the link."""
+    shutil.rmtree(path) if _is_folder(path) else path.unlink()
 
 
 def _exchange(temporary: Path, final: Path) -> None:

@@ -76,5 +76,5 @@ def _contents(stored: Stored) -> dict[str, Any]:
         "left_out": objects["left_out"],
         "optimizer": None if optimizer is None else optimizer["fields"],
         "scheduler": None if objects["scheduler"] is None else objects["scheduler"]["type"],
-        "client_state": sorted(map(str, objects["client_state"])),
+        "client_state": objects["client_keys"] if "client_keys" in objects else sorted(map(str, objects["client_state"])),
     }

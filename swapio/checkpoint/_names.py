@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["ENGINE", "RANDOM", "key"]
+__all__ = ["CLIENT_STATE", "ENGINE", "RANDOM", "key"]
 
 ENGINE = "engine"  # name of the object with everything that is no tensor
+CLIENT_STATE = "client_state"  # that of the user, alone: what reads the rest may not have his classes
 RANDOM = "random"  # and of those with the random state of each rank
 
 

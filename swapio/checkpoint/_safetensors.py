@@ -178,13 +178,17 @@ class SafetensorsFolder:
     def _files(path: Path) -> list[Path]:
         if path.is_file():
             return [path]
+        found = sorted(path.glob("*.safetensors"))
+        if (path / "model.safetensors") in found:  # before an index, as `transformers`
+            return [path / "model.safetensors"]
         index = next(iter(sorted(path.glob("*.safetensors.index.json"))), None)
         if index is not None:
-            weights: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return [path / name for name in dict.fromkeys(weights.values())]
-        found = sorted(path.glob("*.safetensors"))
-        if (path / "model.safetensors") in found:
-            return [path / "model.safetensors"]
+            try:
+                weights: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                return [path / name for name in dict.fromkeys(weights.values())]
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                why = f"it is no index of safetensors: {type(error).__name__}: {error}"
+                raise _short(index, index.name, 0, index.stat().st_size, 0, why) from error
         if len(found) != 1:
             there = ", ".join(p.name for p in found) or "none"
             raise UsageError(f"{path} has no model.safetensors and no index of several files; safetensors there: {there}")
@@ -211,10 +215,10 @@ def _read_header(path: Path) -> Iterator[_Place]:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            content = json.loads(file.read(min(length, _MAX_HEADER_NBYTES)))
+            content = dict(json.loads(file.read(min(length, _MAX_HEADER_NBYTES))))
     except FileNotFoundError as error:
         raise _short(path, path.name, 0, 0, 0, "it is missing") from error
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise _short(path, path.name, 0, 8, 0, f"it is no file of safetensors: {error}") from error
     for name, found in content.items():
         if name != "__metadata__":

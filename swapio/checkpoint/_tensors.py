@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.futures import Future
 
-from ..errors import StorageError
+from ..errors import StorageError, UsageError
 from ..memory import copy_to
 from ._boxes import Box, boxes
 
@@ -79,13 +79,23 @@ class Stored:
         self.dtypes = {n: t.properties.dtype for n, t in tensors.items()}
 
     def get(self, name: str) -> Any:
-        """An object that was stored. It is unpickled: load from a folder that you trust."""
+        """An object that was stored, its tensors in host memory. It is unpickled: load from a folder that you trust.
+
+        Raises:
+            UsageError: its classes are not here.
+        """
         if not isinstance(self.metadata.state_dict_metadata.get(name), BytesStorageMetadata):
             return None
-        found = {name: None}
-        with _alone():
-            load(found, storage_reader=FileSystemReader(self.path), no_dist=True)
-        return found[name]
+        info: _StorageInfo = self.metadata.storage_data[MetadataIndex(name)]
+        with (self.path / info.relative_path).open("rb") as file:
+            file.seek(info.offset)
+            content = io.BytesIO(file.read(info.length))
+        try:
+            return torch.load(content, map_location="cpu", weights_only=False)
+        except (AttributeError, ImportError) as error:
+            raise UsageError(
+                f"{name!r} in {self.path} has objects that cannot be made here: {error}; import or define their class"
+            ) from error
 
     def load(self, stretches: Sequence[Stretch]) -> None:
         """Read and `write` the stretches one after the other. This rank alone."""

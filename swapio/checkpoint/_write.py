@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..errors import StorageError
+from ..errors import StorageError, UsageError
 from ._boxes import Box
 from ._folder import Part, part_of
 from ._tensors import Stretch
@@ -58,10 +58,17 @@ class StretchWriter:
             self._append(_shard(stretch, box), stream)
 
     def write_objects(self, objects: Mapping[str, Any]) -> None:
-        """Objects, under names that no other rank uses."""
+        """Objects, under names that no other rank uses.
+
+        Raises:
+            UsageError: one cannot be pickled.
+        """
         for name, value in objects.items():
             stream = io.BytesIO()
-            torch.save(value, stream)
+            try:
+                torch.save(value, stream)
+            except Exception as error:
+                raise UsageError(f"{name!r} has something that cannot be pickled: {type(error).__name__}: {error}; leave it out") from error
             self._append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO), stream)
 
     def _append(self, item: WriteItem, stream: io.BytesIO) -> None:

@@ -25,9 +25,9 @@ __all__ = [
 
 
 def engine_object(engine: Engine, state: PortableState, client_state: Mapping[str, Any], left_out: set[str]) -> dict[str, Any]:
-    """Everything that is no tensor, and what an export must know of those."""
+    """Everything of ours that is no tensor, and what an export must know of those."""
     return {
-        "client_state": dict(client_state),
+        "client_keys": sorted(map(str, client_state)),
         "counters": _counters(engine),
         "optimizer": _optimizer_state(engine, state),
         "scheduler": _scheduler_state(engine),
@@ -93,7 +93,8 @@ def buffer_stretch(name: str, buffer: torch.Tensor) -> Stretch:
 
     def write(values: torch.Tensor) -> None:
         with torch.no_grad():
-            buffer.copy_(values.view(shape))
+            once = tuple(slice(0, 1) if s == 0 else slice(None) for s in buffer.stride())  # an expanded one has its values once
+            buffer[once].copy_(values.view(shape)[once])
 
     return Stretch(
         key(name), buffer.dtype, shape, stride, 0, buffer.numel(),
@@ -112,7 +113,7 @@ def _counters(engine: Engine) -> dict[str, int]:
         "global_steps": engine.global_steps,
         "global_samples": engine.global_samples,
         "skipped_steps": engine.skipped_steps,
-        "micro_steps": engine.micro_steps,
+        "micro_steps": engine.micro_steps - engine.micro_steps % engine.gradient_accumulation_steps(),  # gradients so far are not saved
     }
 
 
@@ -124,6 +125,7 @@ def _optimizer_state(engine: Engine, state: PortableState) -> dict[str, Any] | N
         "fields": list(state.fields),
         "state_dtype": engine._stepper.spec.state_dtype,
         "groups": [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups],
+        "members": {name: unit.groups[slot.index] for unit, slot, name in state.params() if slot.trained},  # the group of each
         "num_updates": {name: counts[unit][slot.index] for unit, slot, name in state.params() if slot.trained},
     }
 

@@ -83,6 +83,7 @@ class Engine(nn.Module):
         self._stepper = stepper
         self._restore_nbytes = restore_nbytes
         self._step_applied = False
+        self._stepping = False  # within `step`
         self._saving: Saving | None = None  # in the background
         self._failed = False
         self._abandoned = False
@@ -157,10 +158,15 @@ class Engine(nn.Module):
         if not boundary:
             self._step_applied = False
             return
-        self._own_optimizer().step()  # which runs its hooks
+        self._stepping = True
+        try:
+            self._own_optimizer().step()  # which runs its hooks
+        finally:
+            self._stepping = False
         if self._step_applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self._report()
+        self._poll_saving()  # the step is whole when this raises: training goes on with the next batch
 
     def _optimizer_step(self) -> None:
         self._check()
@@ -169,7 +175,6 @@ class Engine(nn.Module):
             raise RuntimeError("an optimizer comes with its stepper")
         self._check_membership()
         self.zero.close_windows()
-        self._poll_saving()
         try:
             with uninterrupted(), self.zero.lock:
                 stepper.check()
@@ -199,6 +204,8 @@ class Engine(nn.Module):
         except _BROKEN:
             self._failed = True
             raise
+        if not self._stepping:
+            self._poll_saving()
 
     def _poll_saving(self) -> None:
         """Raise what failed in the background, and end what has ended."""
@@ -556,7 +563,7 @@ class Engine(nn.Module):
         self._check()
         self.wait_for_checkpoint()
         saving = Saving(
-            self, save_dir, tag, client_state or {},
+            self, save_dir, tag, {} if client_state is None else client_state,
             save_latest=save_latest, exclude_frozen=exclude_frozen_parameters, keep_last=keep_last,
         )  # fmt: skip
         if async_save:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterable, Sequence
@@ -9,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from ..checkpoint import ENGINE, RANDOM, DeepSpeedStored, Stored, Stretch, find, is_deepspeed, key, latest_tag, tags, verify
+from ..checkpoint import CLIENT_STATE, ENGINE, RANDOM, DeepSpeedStored, Stored, Stretch, find, is_deepspeed, key, latest_tag, listed, verify
 from ..errors import UsageError
 from ..zero import PortableState, Portion, Unit
 from ._contents import buffer_stretch, buffers, set_random_state, stretch, with_extra_state
@@ -19,7 +21,7 @@ from ._save import report_leftovers
 if TYPE_CHECKING:
     from ._engine import Engine
 
-__all__ = ["load_checkpoint", "some"]
+__all__ = ["kind", "load_checkpoint", "some"]
 
 logger = logging.getLogger("swapio")
 
@@ -57,7 +59,7 @@ def load_checkpoint(
         tag = latest_tag(directory) if tag is None else str(tag)
         path = None if tag is None else directory / tag if is_deepspeed(directory / tag) else find(directory, tag)
     if path is None:
-        there = ", ".join(map(repr, tags(directory))) or "none"
+        there = listed(directory)
         logger.warning("nothing is loaded: %s has no file 'latest', and no tag was given; checkpoints there: %s", directory, there)
         return None, None
     with ranks.together(f"checking {path}"):
@@ -78,7 +80,7 @@ def load_checkpoint(
             raise
         engine.zero.refresh_views()
     logger.info("loaded %s", path)
-    return str(path), loading.objects["client_state"]
+    return str(path), loading.client_state
 
 
 class _Loading:
@@ -94,6 +96,7 @@ class _Loading:
         self.stored = stored
         self.wanted = wanted
         self.objects: dict[str, Any] = stored.get(ENGINE)
+        self.client_state = self.objects["client_state"] if "client_state" in self.objects else stored.get(CLIENT_STATE)
         self.random = stored.get(f"{RANDOM}.{engine.global_rank}")
         self._buffers = dict(buffers(engine.module))
         self._params = {name: (unit, slot) for unit, slot, name in state.params()}
@@ -130,7 +133,7 @@ class _Loading:
             here, here_dtype = tuple(self._buffers[name].shape), self._buffers[name].dtype
         if shape != here:
             raise UsageError(f"{key!r} has the shape {here}, and {shape} in {self.stored.path}; load into the same model")
-        if _kind(dtype) != _kind(here_dtype):
+        if kind(dtype) != kind(here_dtype):
             raise UsageError(f"{key!r} is {here_dtype}, and {dtype} in {self.stored.path}; load into the same model")
 
     def _check_optimizer(self) -> None:
@@ -149,6 +152,10 @@ class _Loading:
                 f"or {other}"
             )
         trained = {n for n, (_, slot) in self._params.items() if slot.trained}
+        members = saved.get("members", {})
+        moved = {n for n in trained & members.keys() if members[n] != self._params[n][0].groups[self._params[n][1].index]}
+        if moved:
+            raise UsageError(f"other param groups have {some(moved)} in {self.stored.path} than here: give the same groups, or {other}")
         for name in trained & saved["num_updates"].keys() & self._loaded:
             for field in self.state.fields:
                 if key(name, field) not in self.stored.shapes:
@@ -188,22 +195,30 @@ class _Loading:
         for unit, indices in by_unit.items():
             self.state.written(unit, indices)
         self._apply_counts()
-        for name, module in with_extra_state(self.engine.module):
-            if name in self.objects["extra_state"]:
-                module.set_extra_state(self.objects["extra_state"][name])
 
     def apply_settings(self) -> None:
-        """Change param groups and scheduler, or nothing."""
+        """Change param groups, scheduler and extra state, or nothing."""
         before = [dict(group) for group in self._groups]
+        schedule = dict(vars(self.engine.lr_scheduler)) if self.wanted.scheduler else {}
+        extra: list[tuple[nn.Module, Any]] = []
         try:
             if self.wanted.optimizer:
                 for group, saved in zip(self._groups, self.objects["optimizer"]["groups"], strict=True):
                     group.update(saved)
             if self.wanted.scheduler:
                 self.engine.lr_scheduler.load_state_dict(self.objects["scheduler"]["state"])
+            for name, module in with_extra_state(self.engine.module):
+                if name in self.objects["extra_state"]:
+                    extra.append((module, module.get_extra_state()))
+                    module.set_extra_state(self.objects["extra_state"][name])
         except Exception:
             for group, old in zip(self._groups, before, strict=True):
                 group.update(old)
+            if self.wanted.scheduler:
+                vars(self.engine.lr_scheduler).update(schedule)
+            for module, state in extra:
+                with contextlib.suppress(Exception):  # what it refuses it may refuse again
+                    module.set_extra_state(state)
             raise
 
     def _stretches(self) -> list[Stretch]:
@@ -220,7 +235,7 @@ class _Loading:
         if self.wanted.optimizer:
             for portion in self.state.kept():
                 if portion.field is not None and not self._is_stored(portion):
-                    self.state.write(portion, torch.zeros(portion.stop - portion.start))
+                    self.state.write(portion, torch.zeros(portion.stop - portion.start, dtype=torch.float32))
 
     def _apply_counts(self) -> None:
         engine, stepper = self.engine, self.engine._stepper
@@ -235,13 +250,15 @@ class _Loading:
             return
         for name, value in self.objects["counters"].items():
             setattr(engine, name, value)
+        engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()  # a step begins, however many were accumulated then
         if self.random is not None:
             set_random_state(self.random, engine.device)
         else:
             logger.info("rank %d was not there when the checkpoint was saved: its random state stays", engine.global_rank)
 
 
-def _kind(dtype: torch.dtype) -> str:
+def kind(dtype: torch.dtype) -> str:
+    """Dtypes of one kind are converted."""
     return "floating" if dtype.is_floating_point else str(dtype)
 
 

@@ -16,7 +16,7 @@ from ..checkpoint import SafetensorsFolder
 from ..errors import ConfigError, UsageError
 from ..zero import GatheredParameters, Init, constructed, managed
 from ._contents import entries, ties
-from ._load import some
+from ._load import kind, some
 
 __all__ = ["load_pretrained"]
 
@@ -129,6 +129,9 @@ def _matched(model: nn.Module, folder: SafetensorsFolder, strict: bool) -> dict[
         here, there = known[name]["shape"], folder.entries[stored].shape
         if here != there:
             raise UsageError(f"{name!r} has the shape {here}, and {there} in {folder.path}; load into the same model")
+        own, other = known[name]["dtype"], folder.entries[stored].dtype
+        if kind(own) != kind(other):
+            raise UsageError(f"{name!r} is {own}, and {other} in {folder.path}: it may be quantized; load weights of the same kind")
     return found
 
 

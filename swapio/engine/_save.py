@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
+import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +16,12 @@ import torch
 import xxhash
 
 from ..checkpoint import (
+    CLIENT_STATE,
     ENGINE,
     RANDOM,
     Stretch,
     StretchWriter,
+    check_free,
     check_tag,
     finish_folder,
     leftovers,
@@ -25,7 +30,7 @@ from ..checkpoint import (
     set_latest,
     temporary_folder,
 )
-from ..errors import UsageError
+from ..errors import StorageError, UsageError
 from ..zero import PortableState, Portion, Ranks, Snapshot
 from ._contents import buffer_stretch, buffers, engine_object, random_state, stretch
 
@@ -59,23 +64,27 @@ class Saving:
     ) -> None:
         self._zero = engine.zero
         self._ranks = ranks = engine.zero.ranks
-        self._directory = Path(save_dir)
+        self._directory = Path(save_dir).absolute()  # the folder of now, wherever a save in the background ends
         self._save_latest = save_latest
         self._keep_last = keep_last
         self._snapshot: Snapshot | None = None
         self._writer: StretchWriter | None = None
         self._ended = False
         with ranks.together(_WHAT):
+            if not isinstance(client_state, Mapping):
+                raise UsageError(f"client_state: a {type(client_state).__name__} is no dict; pass for example {{'epoch': 3}}")
             if keep_last is not None and keep_last < 1:
                 raise UsageError(f"keep_last={keep_last} would keep no checkpoint; use 1 or more, or None to keep all")
             self._tag = check_tag(f"global_step{engine.global_steps}" if tag is None else str(tag))
             if ranks.rank == 0:
-                self._directory.mkdir(parents=True, exist_ok=True)
+                with _named(self._directory):
+                    self._directory.mkdir(parents=True, exist_ok=True)
                 report_leftovers(self._directory)
+                check_free(self._directory / self._tag)
         self._token = _same_token(ranks, self._tag)
         self._temporary = temporary_folder(self._directory, self._tag, self._token)
         try:
-            with ranks.together(_WHAT):
+            with ranks.together(_WHAT), _named(self._temporary):
                 if ranks.rank == 0:
                     self._temporary.mkdir()
             with ranks.together(_WHAT):
@@ -94,6 +103,7 @@ class Saving:
             left_out = {n for u, s, n in state.params() if exclude_frozen and not u.params[s.index].requires_grad and not s.trained}
             objects: dict[str, Any] = {f"{RANDOM}.{engine.global_rank}": random_state(engine.device)}
             if engine.global_rank == 0:
+                objects[CLIENT_STATE] = dict(client_state)
                 objects[ENGINE] = engine_object(engine, state, client_state, left_out)
             writer.write_objects(objects)
             if engine.global_rank == 0:
@@ -138,7 +148,11 @@ class Saving:
     def wait(self) -> None:
         """Write what is left, as fast as it goes. Raises what failed in the background."""
         if self._snapshot is not None and not self._ended:
-            self._snapshot.take_rest()
+            try:
+                self._snapshot.take_rest()
+            except BaseException:
+                self.abandon()
+                raise
             self._end(self._snapshot)
 
     def _end(self, snapshot: Snapshot) -> bool:
@@ -172,7 +186,7 @@ class Saving:
                 raise RuntimeError("nothing is finished before it began")
             own = self._writer.name, self._writer.finish()
         written = dict(self._ranks.gather(own, what=_WHAT))
-        with self._ranks.together(_WHAT):
+        with self._ranks.together(_WHAT), _named(self._directory / self._tag):
             if self._ranks.rank == 0:
                 publish(self._temporary, self._directory / self._tag, finish_folder(self._temporary, written))
                 if self._save_latest:
@@ -186,6 +200,18 @@ def _read(whole: Stretch) -> torch.Tensor:
     if whole.read is None:
         raise RuntimeError(f"{whole} has nothing to read it with")
     return whole.read()
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """What the drive refuses, as an error of ours."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        code, where = error.errno or errno.EIO, str(error.filename or path)
+        raise StorageError("write", name=path.name, path=where, offset=0, wanted=0, got=0, errno=code, why=os.strerror(code)) from error
 
 
 def _same_token(ranks: Ranks, tag: str) -> int:

@@ -175,7 +175,7 @@ class _Known:
         if tuple(value.shape) != self.slot.shape:
             raise UsageError(f"{self.unit.names[self.index]!r} has the shape {self.slot.shape}; it cannot be set to {tuple(value.shape)}")
         with quiet():
-            flat = torch.empty(self.slot.span)
+            flat = torch.empty(self.slot.span, dtype=torch.float32)
             flat.as_strided(self.slot.shape, self.slot.stride).copy_(value)
             return flat
 
@@ -198,7 +198,7 @@ class _Known:
         if value.numel() != numel:
             raise UsageError(f"this rank owns {numel} elements of {self.unit.names[self.index]!r}; they cannot be set to {value.numel()}")
         with quiet():
-            flat = torch.empty(self.slot.span)
+            flat = torch.empty(self.slot.span, dtype=torch.float32)
             for part, values in zip(own, value.reshape(-1).split([p.stop - p.start for p in own]) if own else (), strict=True):
                 flat[part].copy_(values)
             self.share(flat)
@@ -213,7 +213,7 @@ class _Known:
 
     def read_state(self, field: str) -> torch.Tensor:
         with self.zero.lock, quiet():
-            flat = torch.empty(self.slot.span)
+            flat = torch.empty(self.slot.span, dtype=torch.float32)
             for part, values in self.stepper.state(self.unit, self.index, field):
                 flat[part].copy_(values)
             if self.zero.stage:
@@ -274,7 +274,7 @@ class _Known:
             told = [t.tolist() for t in self.ranks.all_gather(mine, what="reading a gradient")]
             if not any(map(any, told)):
                 return None
-            flat = torch.zeros(self.slot.span)
+            flat = torch.zeros(self.slot.span, dtype=torch.float32)
             if zero.sums is not None and any(contributed for _, contributed in told):
                 total = zero.sums.so_far(unit)
                 for rank, piece, part in self.owners():
@@ -284,7 +284,7 @@ class _Known:
                 self.share(flat)
             for rank, (here, _) in enumerate(told):
                 if here:  # in a buffer, not sent yet
-                    one = self._gathered() if rank == self.ranks.rank else torch.empty(self.slot.span)
+                    one = self._gathered() if rank == self.ranks.rank else torch.empty(self.slot.span, dtype=torch.float32)
                     self.ranks.broadcast(one, source=rank, what=f"sharing the gradient of {unit.names[self.index]!r}")
                     flat += one
             return flat.div_(self.ranks.size * zero.loss_scale)

@@ -70,12 +70,12 @@ def look_at(zero: UnitSet, *, any_dtype: bool) -> Gradients:
             measure(unit)
             known += [unit.norms[slot.index] for slot in unit.layout.slots]
             unit.shut_grads()
-        norms = [k.norm if k is not None else torch.zeros(()) for k in known]
+        norms = [k.norm if k is not None else torch.zeros((), dtype=torch.float32) for k in known]
         if not zero.ranks.alone:
             squares = torch.tensor([float(n) ** 2 for n in norms], dtype=torch.float64)
             gathered = zero.ranks.all_gather(squares, what="the norm of the gradients")
             norms = [n.float() for n in torch.stack(gathered).sum(0).sqrt()]
-        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float32)
         return Gradients(norm, None if bool(norm.isfinite()) else _first_bad(zero, known, any_dtype))
 
 
@@ -112,7 +112,7 @@ def _norm(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return norm.cpu()
     squares = 0.0
     for part in parts:
-        scratch = torch.empty(min(part.numel(), _PIECE_NUMEL), device=part.device)
+        scratch = torch.empty(min(part.numel(), _PIECE_NUMEL), dtype=torch.float32, device=part.device)
         for piece in part.split(_PIECE_NUMEL):
             values = piece if piece.dtype is torch.float32 else scratch[: piece.numel()].copy_(piece)
             squares += float(torch.dot(values, values))  # some times as fast as the norm of an fp32 copy

@@ -165,7 +165,7 @@ class PortableState:
                 return _weights(portion, weights).float().cpu()
             if portion.field is not None and views.fields[portion.field].dtype is torch.float32:
                 return views.fields[portion.field][portion.begin : portion.begin + numel].cpu()
-            values = torch.empty(numel, device=chunk.raw.device)
+            values = torch.empty(numel, dtype=torch.float32, device=chunk.raw.device)
             if portion.field is not None:
                 views.read_field(portion.field, values, start=portion.begin)
             else:

@@ -82,24 +82,34 @@ class Snapshot:
                 self._hand_over(key)
 
     def _hand_over(self, key: Key) -> None:
-        with PortableState(self._zero) as state:
-            for portion in self._left.pop(key, []):
-                values = copied(state.read(portion))
-                while self._thread.is_alive():
-                    with contextlib.suppress(queue.Full):
-                        self._queue.put((portion, values), timeout=_PATIENCE_S)
-                        break
+        try:
+            with PortableState(self._zero) as state:
+                for portion in self._left.pop(key, []):
+                    values = copied(state.read(portion))
+                    while self._thread.is_alive():
+                        with contextlib.suppress(queue.Full):
+                            self._queue.put((portion, values), timeout=_PATIENCE_S)
+                            break
+        except Exception as error:  # the step goes on, and whoever asks is told
+            self._give_up(error)
+        except BaseException:
+            self._give_up(UsageError("a checkpoint that was being saved (async_save) was interrupted; save again"))
+            raise
+
+    def _give_up(self, error: Exception) -> None:
+        self._error = self._error or error
+        self._stopped = True
 
     def written(self, unit: Unit, indices: set[int]) -> None:
         """The user wrote parameters of a unit."""
         for portions in [p for k, p in self._left.items() if k[0] is unit]:
             for portion in portions:
                 if portion.slot.index in indices:
-                    self._error = self._error or UsageError(
+                    why = (
                         f"{portion.name!r} was written while a checkpoint was being saved (async_save) that did not have it yet: call "
                         "engine.wait_for_checkpoint() before"
                     )
-                    self._stopped = True
+                    self._give_up(UsageError(why))
                     return
 
     # --- for who waits ---
@@ -112,7 +122,8 @@ class Snapshot:
         """Read all that is left, here, and wait until it is written."""
         with self._zero.lock:
             for key in list(self._left):
-                self._hand_over(key)
+                if not self._stopped:
+                    self._hand_over(key)
         self._thread.join()
         self._forget()
 

@@ -162,7 +162,7 @@ class ChunkedStep:
                 with self.zero.pin(chunk.record, self.zero.step_place) as lease:
                     views = chunk.layout.views(lease.raw)
                     if field is not None:
-                        values = torch.empty(end - begin, device=lease.raw.device)
+                        values = torch.empty(end - begin, dtype=torch.float32, device=lease.raw.device)
                         views.read_field(field, values, start=begin)
                     else:
                         head = views.lo if views.lo is not None else views.master
@@ -387,7 +387,7 @@ class ChunkedStep:
                 if rank == zero.ranks.rank:
                     host = zero.sums.total(unit)[piece.sum_start : piece.sum_start + piece.stop - piece.start]
                 else:
-                    host = torch.empty(piece.stop - piece.start)
+                    host = torch.empty(piece.stop - piece.start, dtype=torch.float32)
                 zero.ranks.broadcast(host, source=rank, what=f"sharing the gradient of {unit.name!r}")
                 target.copy_(host.view(torch.uint8))
 

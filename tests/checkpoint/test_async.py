@@ -177,3 +177,76 @@ def test_on_two_ranks(tmp_path: Path, stage: int) -> None:
     ((state, losses, _),) = load_and_train(0, path, directory, [(0, "none", "none", "fp32")])
     same(state, saved[0][0])
     assert len(losses) == 3
+
+
+def test_a_step_that_raises_what_failed_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever catches it and goes on has the same run: the step, the scheduler and the counters were left half-way."""
+    kwargs: dict[str, Any] = {"gradient_accumulation_steps": 2, "params": "none", "state": "none"}
+    with engine_of(tmp_path, **kwargs) as engine:
+        train(engine, 0, 6)
+        want = snapshot(engine), engine.get_lr(), engine.micro_steps, engine.global_steps
+
+    def full(self: StretchWriter, *_: Any) -> None:
+        raise self._error(OSError(28, "full"), "a tensor", 5)
+
+    with engine_of(tmp_path, **kwargs) as engine:
+        train(engine, 0, 2)
+        monkeypatch.setattr("swapio.engine._save.buffers", lambda _: [])
+        monkeypatch.setattr(StretchWriter, "write", full)
+        engine.save_checkpoint(tmp_path / "saved", async_save=True)
+        engine.zero.snapshot._thread.join()
+        with pytest.raises(swapio.StorageError, match="No space left"):
+            train(engine, 2, 4)
+        train(engine, 4, 6)
+        same(snapshot(engine), want[0])
+        assert (engine.get_lr(), engine.micro_steps, engine.global_steps) == want[1:]
+
+
+def test_what_a_step_cannot_hand_over(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is raised after the step; whoever waited for the end did so for ever."""
+    with engine_of(tmp_path) as engine:
+        engine.save_checkpoint(tmp_path / "saved", async_save=True)
+        assert gate.stuck.wait(20)
+
+        def no_room(*_: Any) -> None:
+            gate.open.set()
+            raise swapio.BudgetError("no room")
+
+        monkeypatch.setattr("swapio.zero._snapshot.copied", no_room)
+        train(engine, 0, 1)
+        with pytest.raises(swapio.BudgetError, match="no room"):
+            engine.wait_for_checkpoint()
+        monkeypatch.undo()
+        assert list((tmp_path / "saved").iterdir()) == []
+        engine.save_checkpoint(tmp_path / "saved")
+        want = snapshot(engine)
+    same(loaded(tmp_path, tmp_path / "saved"), want)
+
+
+def test_interrupted_while_it_is_waited_for(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread went on beside the next save."""
+    with engine_of(tmp_path) as engine:
+        engine.save_checkpoint(tmp_path / "saved", async_save=True)
+        assert gate.stuck.wait(20)
+
+        def interrupted(*_: Any) -> None:
+            gate.open.set()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("swapio.zero._snapshot.copied", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.wait_for_checkpoint()
+        monkeypatch.undo()
+        assert engine.zero.snapshot is None and list((tmp_path / "saved").iterdir()) == []
+        train(engine, 0, 1)
+
+
+def test_in_another_directory(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with engine_of(tmp_path) as engine:
+        engine.save_checkpoint("saved", async_save=True)
+        (tmp_path / "away").mkdir()
+        monkeypatch.chdir(tmp_path / "away")
+        gate.open.set()
+        engine.wait_for_checkpoint()
+    assert (tmp_path / "saved" / "latest").exists()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -149,9 +153,81 @@ def test_tags(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         for wanted, step in ((None, 2), ("a", 1), ("global_step3", 3)):
             engine.load_checkpoint(tmp_path, wanted)
             assert engine.global_steps == step
+        (tmp_path / "latest").write_bytes(b"\xff")
+        with pytest.raises(swapio.UsageError, match="has no checkpoint '\ufffd'; it has 'a', 'b'"):
+            engine.load_checkpoint(tmp_path)
         (tmp_path / "latest").write_text("d")
         with pytest.raises(swapio.UsageError, match="has no checkpoint 'd'"):
             engine.load_checkpoint(tmp_path)
-        for bad in ("", "a/b", "..", "latest", "a.tmp-1"):
+        for bad in ("", "a/b", "..", "latest", "a.tmp-1", "日" * 67, "\ud800"):
             with pytest.raises(swapio.UsageError, match="cannot be the name of a folder"):
                 engine.save_checkpoint(tmp_path, tag=bad)
+        with pytest.raises(swapio.UsageError, match=r"tag=' a\\n' begins or ends with white space, .* use 'a'"):
+            engine.save_checkpoint(tmp_path, tag=" a\n")  # which a load without a tag did not find
+        for good in ("日" * 66, "a b", "*", "[x] é"):
+            engine.save_checkpoint(tmp_path / "ü", tag=good)
+            assert engine.load_checkpoint(tmp_path / "ü")[0] == str(tmp_path / "ü" / good)
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "dangling"])
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path, kind: str) -> None:
+    """A folder of the user's, under the name of the tag, was deleted."""
+    if kind == "folder":
+        (tmp_path / "data").mkdir()
+        (tmp_path / "data" / "precious").touch()
+    else:
+        (tmp_path / "data").touch() if kind == "file" else (tmp_path / "data").symlink_to("nowhere")
+    with engine_of(tmp_path, params="none", state="none") as engine:
+        with pytest.raises(swapio.UsageError, match=r"data is there and is no checkpoint: .* use another tag"):
+            engine.save_checkpoint(tmp_path, tag="data")
+        assert [p.name for p in tmp_path.rglob("*")] == (["data", "precious"] if kind == "folder" else ["data"])
+        train(engine, 0, 1)
+
+
+def test_links_and_empty_folders_are_replaced(tmp_path: Path) -> None:
+    with engine_of(tmp_path, params="none", state="none") as engine:
+        engine.save_checkpoint(tmp_path / "other", tag="a")
+        (tmp_path / "saved").mkdir()
+        (tmp_path / "saved" / "a").symlink_to(tmp_path / "other" / "a")
+        (tmp_path / "saved" / "c").mkdir()
+        train(engine, 0, 1)
+        for tag in ("a", "c"):
+            engine.save_checkpoint(tmp_path / "saved", tag=tag)
+            engine.load_checkpoint(tmp_path / "saved")
+            assert engine.global_steps == 1
+        assert not (tmp_path / "saved" / "a").is_symlink()
+        shutil.rmtree(tmp_path / "saved" / "a")
+        (tmp_path / "saved" / "a").symlink_to(tmp_path / "other" / "a")
+        engine.save_checkpoint(tmp_path / "saved", tag="d", keep_last=1)
+        assert sorted(p.name for p in (tmp_path / "saved").iterdir()) == ["d", "latest"]
+        engine.load_checkpoint(tmp_path / "other", "a")  # what a link was to
+        assert engine.global_steps == 0
+
+
+@pytest.mark.parametrize("what", ["global_step1.tmp-", "manifest.json", "latest.tmp-"])
+def test_no_room_for_what_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Every fault of the drive is a `StorageError`, and leaves the checkpoint before."""
+    with engine_of(tmp_path, params="none", state="none") as engine:
+        engine.save_checkpoint(tmp_path / "saved")
+        train(engine, 0, 1)
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real_open, real_mkdir = Path.open, Path.mkdir
+
+        def refuse(real: Any) -> Any:
+            def call(self: Path, *args: Any, **kwargs: Any) -> Any:
+                result = real(self, *args, **kwargs) if not self.name.startswith(what) else None
+                if result is None and self.name.startswith(what):
+                    raise full
+                return result
+
+            return call
+
+        monkeypatch.setattr(Path, "open", refuse(real_open))
+        monkeypatch.setattr(Path, "mkdir", refuse(real_mkdir))
+        with pytest.raises(swapio.StorageError, match=r"No space left on device \[ENOSPC\]"):
+            engine.save_checkpoint(tmp_path / "saved")
+        monkeypatch.undo()
+        assert not [p.name for p in (tmp_path / "saved").iterdir() if ".tmp-" in p.name]
+        engine.load_checkpoint(tmp_path / "saved")
+        assert engine.global_steps == 0
+        train(engine, 1, 2)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import swapio
@@ -136,9 +136,27 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
             swapio.load_pretrained(nothing, folder)
     with pytest.raises(swapio.UsageError, match=r"has no model\.safetensors and no index .* there: none"):
         swapio.load_pretrained(Net, tmp_path)
-    (folder / "model.safetensors").write_bytes(b"12345678nonsense")
-    with pytest.raises(swapio.StorageError, match="no file of safetensors"):
+    quantized = {n: t.to(torch.int8) for n, t in load_file(folder / "model.safetensors").items()}
+    save_file(quantized, folder / "model.safetensors")
+    with pytest.raises(swapio.UsageError, match=r"is torch\.float32, and torch\.int8 in .*: it may be quantized"):
         swapio.load_pretrained(Net, folder)
+    for nonsense in (b"12345678nonsense", b"\2\0\0\0\0\0\0\0[1]"):
+        (folder / "model.safetensors").write_bytes(nonsense)
+        with pytest.raises(swapio.StorageError, match="no file of safetensors"):
+            swapio.load_pretrained(Net, folder)
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    for text in ("{", "[]", '{"weight_map": 3}'):
+        (folder / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(swapio.StorageError, match=r"'model\.safetensors\.index\.json' failed: it is no index of safetensors"):
+            swapio.load_pretrained(Net, folder)
+
+
+def test_an_index_of_another_export(tmp_path: Path) -> None:
+    """As `transformers`: one file counts before it."""
+    folder = stored(tmp_path / "model", make(1))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"first.weight": "gone.safetensors"}}))
+    model: Any = swapio.load_pretrained(Net, folder)
+    assert torch.equal(model.first.weight, make(1).first.weight)
 
 
 @pytest.mark.slow

@@ -14,11 +14,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import swapio
+from swapio.checkpoint import inspect
 from swapio.optim import round_bf16
 from tests.engine.models import smallest_budget
 from tests.ranks import launch
 
-from .work import Snapshot, engine_of, load_and_train, make, rest, same, settings, snapshot, train, train_shared
+from .work import Net, Snapshot, engine_of, load_and_train, make, rest, same, settings, snapshot, train, train_shared
 
 PLACES = ("none", "cpu", "nvme")
 
@@ -290,3 +291,152 @@ def test_without_frozen_parameters(tmp_path: Path, caplog: pytest.LogCaptureFixt
         assert "as they are: 'still.bias', 'still.weight'" in caplog.text
         assert torch.equal(engine.module.still.weight, make(5).still.weight)
         assert torch.equal(engine.module.first.weight, make().first.weight)
+
+
+# --- what a run is made of ---
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_another_default_dtype(tmp_path: Path, default: torch.dtype) -> None:
+    """Masters and moments of a checkpoint that was saved under another default were rounded to bfloat16."""
+    with engine_of(tmp_path, dtype="bf16", state="nvme") as engine:
+        train(engine, 0, 2)
+        engine.save_checkpoint(tmp_path, tag="a")
+        torch.set_default_dtype(default)
+        try:
+            engine.save_checkpoint(tmp_path, tag="b")
+            train(engine, 2, 3)
+            engine.load_checkpoint(tmp_path, "a")
+            want = snapshot(engine)
+            engine.save_checkpoint(tmp_path, tag="c")
+        finally:
+            torch.set_default_dtype(torch.float32)
+        same(snapshot(engine), want)
+    a, b, c = ((tmp_path / tag / "__0_0.distcp").read_bytes() for tag in "abc")
+    assert a == b == c
+
+
+def test_accumulation_begins_anew(tmp_path: Path) -> None:
+    """Gradients so far are not saved, so a step after a load waits for all of its micro-batches, however many those are."""
+    with engine_of(tmp_path, gradient_accumulation_steps=2) as engine:
+        train(engine, 0, 6)
+        engine.save_checkpoint(tmp_path)
+        train(engine, 6, 7)
+        engine.save_checkpoint(tmp_path, tag="within")
+        engine.load_checkpoint(tmp_path, "within")
+        engine.save_checkpoint(tmp_path, tag="again", save_latest=False)
+        want = train(engine, 6, 8), snapshot(engine)
+    assert (tmp_path / "within" / "__0_0.distcp").read_bytes() == (tmp_path / "again" / "__0_0.distcp").read_bytes()
+    with engine_of(tmp_path, seed=5, gradient_accumulation_steps=2) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert train(engine, 6, 7) == want[0][:1] and engine.global_steps == 3
+        train(engine, 7, 8)
+        same(snapshot(engine), want[1])
+    with engine_of(tmp_path, gradient_accumulation_steps=4) as engine:
+        engine.load_checkpoint(tmp_path, "global_step3")
+        train(engine, 0, 3)
+        assert engine.global_steps == 3
+        train(engine, 3, 4)
+        assert engine.global_steps == 4
+
+
+def test_other_param_groups(tmp_path: Path) -> None:
+    """As many groups, with other members: a rate or a decay would go to the wrong parameters."""
+
+    def engine_with(seed: int, turned: bool) -> Any:
+        model = make(seed)
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        groups = [
+            {"params": [p for n, p in trained.items() if not n.endswith("bias")], "weight_decay": 0.1},
+            {"params": [p for n, p in trained.items() if n.endswith("bias")], "weight_decay": 0.0, "lr": 1e-3},
+        ]
+        optimizer = torch.optim.AdamW(groups[::-1] if turned else groups)
+        config = {k: v for k, v in settings(tmp_path).items() if k not in ("optimizer", "scheduler")}
+        return swapio.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+    with engine_with(0, turned=False) as engine:
+        train(engine, 0, 2)
+        engine.save_checkpoint(tmp_path / "saved")
+    with engine_with(5, turned=False) as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+    with engine_with(5, turned=True) as engine:
+        train(engine, 0, 1)
+        refused(engine, tmp_path / "saved", r"other param groups have 'blocks\.0\.0\.bias', .* give the same groups, or pass load_opt")
+
+
+class Own:
+    """Something of the user's."""
+
+
+def test_client_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_of(tmp_path) as engine:
+        wrong: Any
+        for wrong, said in (
+            ({"f": lambda: 1}, "'client_state' has something that cannot be pickled: .*lambda"),
+            ([1, 2], "client_state: a list is no dict"),
+        ):
+            with pytest.raises(swapio.UsageError, match=said):
+                engine.save_checkpoint(tmp_path / "saved", client_state=wrong)
+            assert list((tmp_path / "saved").glob("*")) == []
+        engine.save_checkpoint(tmp_path / "saved", client_state={"own": Own()})
+        state: Any = engine.load_checkpoint(tmp_path / "saved")[1]
+        assert type(state["own"]) is Own
+        train(engine, 0, 1)
+        # what does not have the user's classes reads the rest
+        monkeypatch.delattr(f"{__name__}.Own")
+        assert swapio.get_fp32_state_dict(tmp_path / "saved").keys() >= {"first.weight"}
+        assert inspect(tmp_path / "saved")["client_state"] == ["own"]
+        refused(
+            engine,
+            tmp_path / "saved",
+            r"'client_state' in \S+global_step0 has objects that cannot be made here: .*Own.* define their class",
+        )
+
+
+class Refusing(torch.optim.lr_scheduler.LambdaLR):
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        raise ValueError("another version")
+
+
+class Refuses(Net):
+    def set_extra_state(self, state: str) -> None:
+        super().set_extra_state(state)
+        if state == "old":
+            raise ValueError("another version")
+
+
+@pytest.mark.parametrize("what", ["scheduler", "extra state"])
+def test_settings_that_are_refused(tmp_path: Path, what: str) -> None:
+    """The scheduler stayed half-way, and extra state was refused when the weights were loaded already."""
+    torch.manual_seed(0)
+    scheduler: Any = (lambda o: Refusing(o, lambda s: 1 / (s + 1))) if what == "scheduler" else None
+    config = {k: v for k, v in settings(tmp_path).items() if k != "scheduler"}
+    with swapio.initialize(model=Refuses() if what == "extra state" else make(), config=config, lr_scheduler=scheduler)[0] as engine:
+        train(engine, 0, 1)
+        engine.module.note = "old"
+        engine.save_checkpoint(tmp_path / "saved")
+        engine.module.note = "new"
+        train(engine, 1, 3)
+
+        def state() -> Any:
+            return engine.module.note, engine.get_lr(), engine.global_steps, engine.lr_scheduler and engine.lr_scheduler.state_dict()
+
+        before = snapshot(engine), state()
+        with pytest.raises(ValueError, match="another version"):
+            engine.load_checkpoint(tmp_path / "saved")
+        same(snapshot(engine), before[0])
+        assert state() == before[1]
+        train(engine, 3, 4)
+
+
+def test_an_expanded_buffer(tmp_path: Path) -> None:
+    """PyTorch does not write to one, so a load failed when a part was loaded."""
+    found = []
+    for seed in range(2):
+        model = make(seed)
+        model.register_buffer("wide", torch.full((1, 4), float(seed)).expand(3, 4))
+        with engine_of(tmp_path, model=model) as engine:
+            engine.load_checkpoint(tmp_path) if seed else engine.save_checkpoint(tmp_path)
+            found.append(snapshot(engine))
+    same(*found)
