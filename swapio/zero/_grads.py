@@ -26,6 +26,9 @@ class GradBuffer(Protocol):
     def here(self) -> bool:
         """Whether `tensor` costs nothing."""
 
+    def held(self) -> bool:
+        """Whether somebody has a view, and may write through it."""
+
     def written(self) -> None:
         """The bytes were, or will be, changed."""
 
@@ -42,6 +45,10 @@ class DeviceGrads:
     def __init__(self, zero: UnitSet, nbytes: int) -> None:
         self.tensor = zero.manager.device.empty(nbytes)
         self.here = True
+        self._uses = _num_uses(self.tensor)
+
+    def held(self) -> bool:
+        return _num_uses(self.tensor) > self._uses
 
     def written(self) -> None:
         pass
@@ -64,6 +71,9 @@ class LeasedGrads:
     @property
     def tensor(self) -> torch.Tensor:
         return self._lease.tensor
+
+    def held(self) -> bool:
+        return self._lease.held()
 
     def written(self) -> None:
         pass
@@ -90,21 +100,21 @@ class SpilledGrads:
         if self._lease is None:
             self._lease = self._zero.pin(self.record, Place.HOST)
             self._zero.note(self.record, Place.HOST)
-            self._uses = self._count()
+            self._uses = _num_uses(self._lease.raw)
         return self._lease.raw
 
     @property
     def here(self) -> bool:
         return self._lease is not None
 
-    def _count(self) -> int:
-        return torch._C._storage_Use_Count(self._lease.raw.untyped_storage()._cdata) if self._lease is not None else 0
+    def held(self) -> bool:
+        return self._lease is not None and _num_uses(self._lease.raw) > self._uses
 
     def written(self) -> None:
         self._dirty = True
 
     def shut(self) -> None:
-        if self._lease is None or self._count() > self._uses:  # who has a view may still write through it
+        if self._lease is None or self.held():
             return
         if self._dirty:
             self._lease.mark_dirty()
@@ -119,3 +129,8 @@ class SpilledGrads:
         if self._lease is not None:
             lease, self._lease = self._lease, None
             lease.release()
+
+
+def _num_uses(tensor: torch.Tensor) -> int:
+    """Of its storage."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

@@ -70,7 +70,7 @@ def look_at(zero: UnitSet, *, any_dtype: bool) -> Gradients:
             measure(unit)
             known += [unit.norms[slot.index] for slot in unit.layout.slots]
             unit.shut_grads()
-        norms = [k.norm if k is not None else torch.zeros((), dtype=torch.float32) for k in known]
+        norms = [k.norm for k in known if k is not None]  # the same on all ranks; a zero more would be summed in another order
         if not zero.ranks.alone:
             squares = torch.tensor([float(n) ** 2 for n in norms], dtype=torch.float64)
             gathered = zero.ranks.all_gather(squares, what="the norm of the gradients")

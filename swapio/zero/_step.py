@@ -238,7 +238,8 @@ class ChunkedStep:
                     zero.schedule.announce((use for u in work for use in self.uses(u)), last=True)
                 for unit in work:
                     self.due[unit] = update = self._update(unit, groups, scale, factor)
-                    if self.timing is not StepTiming.IN_FORWARD or unit.lease is not None:
+                    held = update.grads is not None and update.grads.held()  # who has a view may write other values later
+                    if self.timing is not StepTiming.IN_FORWARD or unit.lease is not None or held:
                         self.apply_due(unit)
                     unit.record_changed(update.indices)
                 for unit in zero.units:

@@ -362,8 +362,8 @@ class Unit:
         self.came = [False] * len(self.params)
         if self.grads is not None and self.spill is not None:
             self.zero.grads_landed()
-            if self.grads.here and self.zero.last_micro_batch:
-                measure(self)  # while they are here
+            if self.grads.here and self.zero.last_micro_batch and not self.grads.held():
+                measure(self)  # while they are here, and nobody can change them unseen
             self.grads.shut()
 
     def zero_missing_grads(self) -> None:
@@ -398,7 +398,7 @@ class Unit:
                 set_raw_grad(self.params[index], value)
                 return
             if value is None:
-                self.has_grad[index] = False
+                self.has_grad[index], self.norms[index] = False, None
                 if not any(self.has_grad):
                     self.drop_grads()
                 return

@@ -220,12 +220,13 @@ class UnitSet:
         """
         try:
             return self.manager.pin(record, self.manager.place(place), self)
-        except BudgetError:
+        except BudgetError as error:
             if patient:
                 raise
-            self.detach_idle()  # whatever can go, before giving up
-            self.shut_grads()
-            return self.manager.pin(record, self.manager.place(place), self)
+            error.with_traceback(None)  # a cycle through its frames would keep the callers' views until it is collected
+        self.detach_idle()  # whatever can go, before giving up
+        self.shut_grads()
+        return self.manager.pin(record, self.manager.place(place), self)
 
     def make_room(self, wanted: Unit | None) -> None:
         """Let go of units that nobody uses now, before another comes."""
@@ -275,10 +276,11 @@ class UnitSet:
         """Host memory inside the budget."""
         try:
             return self.manager.lease(name, nbytes, self)
-        except BudgetError:
-            self.detach_idle()
-            self.shut_grads()
-            return self.manager.lease(name, nbytes, self)
+        except BudgetError as error:
+            error.with_traceback(None)  # as in `pin`
+        self.detach_idle()
+        self.shut_grads()
+        return self.manager.lease(name, nbytes, self)
 
     def grad_buffer(self, unit: Unit) -> GradBuffer:
         """For the gradients of a unit that has none."""

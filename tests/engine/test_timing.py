@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -186,6 +187,71 @@ def test_gradients_on_the_drive_are_read_and_written_by_the_user(tmp_path: Path)
         assert any(unit.spill is not None for unit in engine.zero.units)
         got = run(engine.module, engine)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_a_view_of_a_gradient_reaches_no_step_that_was_made(tmp_path: Path) -> None:
+    """What was written through it after `step()` once changed an update that was put off."""
+
+    def run(timing: str, **own: Any) -> list[torch.Tensor]:
+        with at_smallest(tmp_path, timing) if not own else swapio.initialize(model=make(), config=config(tmp_path, **own))[0] as engine:
+            for step in range(2):
+                engine.backward(plain_loss(engine.module, step))
+                grad = engine.module.get_parameter("blocks.1.fc1.weight").grad
+                engine.step()
+                grad.zero_()
+                del grad
+            return values(engine.module)
+
+    want = run("at_step")
+    for got in (run("in_forward"), run("in_forward", host_memory="1GiB", optimizer_step="in_forward")):
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def partly(model: Any, step: int) -> torch.Tensor:
+    """With parameters in each block that get no gradient."""
+    x, y = batch(step)
+    hidden = model.embed(x)
+    for block in model.blocks[1:]:
+        hidden = hidden + block.fc2(torch.tanh(block.fc1(hidden)))
+    loss: torch.Tensor = model.loss(hidden, y)
+    return loss
+
+
+def test_gradients_that_had_to_wait_for_room_are_let_go(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error of the first try once kept them in a cycle with the frames of the backward, until the garbage collector came."""
+    monkeypatch.setattr("swapio.engine._initialize._CHUNK_NUMELS", (2048,))
+    with at_smallest(tmp_path, "in_forward", params="cpu") as engine:
+        gc.disable()
+        request.addfinalizer(gc.enable)
+        engine.backward(partly(engine.module, 0))
+        assert [u.name for u in engine.zero.units if u.grads is not None and u.grads.here] == []
+
+
+@pytest.mark.parametrize("how", ["dropped", "written through a view", "missing"])
+def test_the_norm_is_of_the_gradients_that_are_stepped(tmp_path: Path, how: str) -> None:
+    """What was measured on the way to the drive once counted though the gradient changed later, and so did a zero for each missing one."""
+
+    def change(model: Any, backward: Callable[[torch.Tensor], Any]) -> None:
+        backward(partly(model, 2) if how == "missing" else plain_loss(model, 2))
+        weight = model.blocks[1].fc1.weight
+        if how == "dropped":
+            weight.grad = None
+        elif how == "written through a view":
+            grad = weight.grad
+            backward(plain_loss(model, 2))
+            grad.mul_(100)
+
+    settings = config(tmp_path, optimizer_step="in_forward") | {"gradient_clipping": 0.1}
+    settings = with_budget(settings, smallest_budget(make(2), settings) + 2 * largest_unit(make(2)))
+    with swapio.initialize(model=make(2), config=settings)[0] as engine:
+        change(engine.module, engine.backward)
+        engine.step()
+        got = engine.get_global_grad_norm()
+    model = make(2)
+    change(model, torch.Tensor.backward)
+    assert got == torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
 
 
 def test_bytes_per_parameter_and_step(tmp_path: Path) -> None:
