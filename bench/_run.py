@@ -101,7 +101,7 @@ def bandwidth(path: str, *, nbytes: int, read_share: float, point_nbytes: int = 
     `beside` is what both give at once: fio's bandwidth while all cores multiply matrices, and the speed of that, of what it is alone. On
     a virtual machine it may be half: whoever serves its drive takes the time from its cores.
 
-    Writes the file once, and the share of writes of `point_nbytes` per setting. None where fio is not installed.
+    Writes the file once, and the share of writes of `point_nbytes` and of the ramp per setting and round. None where fio is not installed.
     """
     from swapio.drive import DriveFile, Setting, fio_run, fio_version
     from swapio.io import aligned_buffer
@@ -114,11 +114,16 @@ def bandwidth(path: str, *, nbytes: int, read_share: float, point_nbytes: int = 
     nbytes_each, ramp_s = min(point_nbytes, nbytes), RAMP_S if nbytes > point_nbytes else 0.0
 
     def speed(setting: Setting, nbytes: int) -> float:
-        read, written, seconds = fio_run(file, setting, "mix", nbytes=nbytes, read_share=read_share, ramp_s=ramp_s)
+        expected = statistics.median(found[setting] or [fill_bytes_per_s])
+        read, written, seconds = fio_run(
+            file, setting, "mix", nbytes=nbytes, read_share=read_share, ramp_nbytes=round(ramp_s * expected), bytes_per_s=expected
+        )
         return (read + written) / seconds
 
     with DriveFile(path, backend="direct", nbytes=nbytes) as file:
+        begin = time.perf_counter()
         file.fill(content)
+        fill_bytes_per_s = nbytes / (time.perf_counter() - begin)
         for _ in range(FIO_ROUNDS):
             for setting in settings:
                 found[setting].append(speed(setting, nbytes_each))

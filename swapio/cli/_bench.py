@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..drive import Plan, run_bench, run_tune
+from ..drive import Plan, check_room, run_bench, run_tune
 from ..report import drive_tables, machine, plot_drive, table
 from ..spec import format_nbytes
 from ._output import output_file
@@ -26,6 +26,8 @@ def bench_paths(paths: Sequence[Path], plan: Plan, out: Path, console: Console) 
         ConfigError, StorageError: a path cannot be used, or has too little room.
     """
     json_path = output_file(out, "drive.json")
+    for path in paths:  # a wrong one is told before minutes go to the others
+        check_room(path, plan.file_nbytes)
     found: dict[str, Any] = {"command": sys.argv, "machine": machine(), "results": []}
     files = [json_path]
     for number, path in enumerate(paths, 1):
@@ -49,14 +51,14 @@ def bench_paths(paths: Sequence[Path], plan: Plan, out: Path, console: Console) 
         written = result["actual_nbytes"]["written"]
         console.print(f"{format_nbytes(written)} were written to {path}. For the config, as JSON:", soft_wrap=True)
         console.print_json(json.dumps(result["swapio_config"]), indent=2)
-        for kind, why in result["refused_backends"].items():
-            console.print(f"Not measured: {kind}, {why}", soft_wrap=True, markup=False)
+        _show_refused(result, console)
         for note in result["notes"]:
             console.print(f"Note: {note}.", soft_wrap=True, markup=False)
         picture = output_file(out, "drive.png" if number == 1 else f"drive-{number}.png")
         if plot_drive(result, picture):
             files.append(picture)
         else:
+            picture.unlink(missing_ok=True)  # that of an earlier run
             console.print('No picture: matplotlib is not installed (pip install "swapio\\[plot]").')
         json_path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     console.print(f"Written: {', '.join(map(str, files))}.", soft_wrap=True)
@@ -68,7 +70,7 @@ def tune_path(path: Path, out: Path, console: Console) -> None:
     Raises:
         ConfigError, StorageError: as for `bench_paths`.
     """
-    target = output_file(out.parent, out.name)
+    target = output_file(out.parent, out.name, asked="file")
     with _progress(console) as progress:
         task = progress.add_task("starting", total=None)
 
@@ -85,11 +87,17 @@ def tune_path(path: Path, out: Path, console: Console) -> None:
         cells = (row["backend"], format_nbytes(row["block_nbytes"]), str(row["queue_depth"]), middle, f"{low} - {high}")
         shown.add_row(*cells, str(row["num_samples"]))
     console.print(shown, "")
+    _show_refused(result, console)
     target.write_text(json.dumps(result | {"machine": machine()}, indent=1) + "\n", encoding="utf-8")
     console.print(f"{format_nbytes(result['written_nbytes'])} were written to {path}. Use it with", soft_wrap=True)
     console.print_json(json.dumps({"swapio": {"tuned": str(target)}}), indent=2)
     console.print("or paste")
     console.print_json(json.dumps(result["swapio_config"]), indent=2)
+
+
+def _show_refused(result: dict[str, Any], console: Console) -> None:
+    for kind, why in result["refused_backends"].items():
+        console.print(f"Not measured: {kind}, {why}", soft_wrap=True, markup=False)
 
 
 def _progress(console: Console) -> Progress:

@@ -95,6 +95,8 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
         engine = _initialize(options, dtype, path, state_nbytes, console)
         stack.callback(engine.abandon)  # close() would bring the weights back into memory only to drop them
         stop = stack.enter_context(_StopAfterStep(console))
+        for old in (png_path, json_path):  # of an earlier run, beside whose log they would mislead
+            old.unlink(missing_ok=True)
         log = stack.enter_context(log_path.open("w", encoding="utf-8"))
         meter = StepMeter(engine)
         totals, losses = Totals(), []

@@ -9,18 +9,23 @@ from ..errors import ConfigError
 __all__ = ["output_file"]
 
 
-def output_file(folder: Path, name: str) -> Path:
-    """`folder / name`, replacing what an earlier run left there.
+def output_file(folder: Path, name: str, *, asked: str = "folder") -> Path:
+    """`folder / name`, found to be writable; what an earlier run left there stays until the new result replaces it.
+
+    Args:
+        asked: what `--out` names, "folder" or "file".
 
     Raises:
-        ConfigError: the folder cannot be written.
+        ConfigError: it cannot be written.
     """
     path = folder / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-        path.touch()
-        path.unlink()
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
     except OSError as error:
-        raise ConfigError(f"--out: {folder} cannot be written ({error.strerror}); give another folder", key="out", value=folder) from error
+        wrong = path if asked == "file" else folder
+        raise ConfigError(f"--out: {wrong} cannot be written ({error.strerror}); give another {asked}", key="out", value=wrong) from error
     return path

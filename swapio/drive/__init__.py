@@ -1,6 +1,6 @@
 """What a drive gives: the bench, the search for the best setting, and what it means for training."""
 
-from ._bench import QUICK, STANDARD, TINY, Plan, best_setting, config_block, run_bench
+from ._bench import QUICK, STANDARD, TINY, Plan, best_setting, check_room, config_block, run_bench
 from ._fio import fio_run, fio_version
 from ._forecast import Forecast, forecast
 from ._tune import Search, run_tune
@@ -18,6 +18,7 @@ __all__ = [
     "Search",
     "Setting",
     "best_setting",
+    "check_room",
     "config_block",
     "fio_run",
     "fio_version",

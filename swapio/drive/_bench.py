@@ -34,7 +34,7 @@ from ._forecast import forecast
 from ._pair import measure_processes
 from ._workload import ACTIONS, READ_SHARE, DriveFile, Sample, Setting, measure, open_files, written_nbytes
 
-__all__ = ["QUICK", "STANDARD", "TINY", "Plan", "Progress", "run_bench"]
+__all__ = ["QUICK", "STANDARD", "TINY", "Plan", "Progress", "check_room", "run_bench"]
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 KEPT_FREE_NBYTES = GiB
@@ -153,10 +153,10 @@ class _Run:
         self.written += written
         self._progress(self.read + self.written, self.total, what)
 
-    def count_ramped(self, read: int, written: int, ramp_nbytes: int, what: str) -> None:
-        """Count bytes that were timed, and those before them, at the same mix."""
-        factor = 1 + ramp_nbytes / (read + written)
-        self.count(round(factor * read), round(factor * written), what)
+    def count_all(self, nbytes: int, read: int, written: int, what: str) -> None:
+        """Count `nbytes`, of which those that were timed are a sample."""
+        share = round(nbytes * read / (read + written))
+        self.count(share, nbytes - share, what)
 
     @property
     def elapsed_s(self) -> float:
@@ -176,7 +176,8 @@ class _Run:
     def take(self, setting: Setting, action: str, nbytes: int, file: DriveFile | None = None, *, ramp_nbytes: int = 0) -> Sample:
         used = file or self.files[setting.backend]
         sample = measure(used, setting, action, nbytes=nbytes, content=self._content, ramp_nbytes=ramp_nbytes)
-        self.count_ramped(sample.read_nbytes, sample.written_nbytes, ramp_nbytes, f"{action}: {setting}")
+        read, written = sample.read_nbytes, sample.written_nbytes
+        self.count_all(ramp_nbytes + nbytes if ramp_nbytes else read + written, read, written, f"{action}: {setting}")
         return sample
 
     def rounds(self, num: int, what: str, *, share: float, least: int = 0) -> Iterator[int]:
@@ -215,12 +216,14 @@ class _Run:
 
     def compare_fio(self, best: Setting) -> list[dict[str, Any]]:
         rows = []
-        nbytes, speeds = self.plan.fio_nbytes, [s.bytes_per_s for s in self.samples]
+        nbytes = self.plan.fio_nbytes
         settings = dict.fromkeys([*(Setting("direct", *point) for point in self.plan.fio_points), best])
         for setting in settings:
             for action in ACTIONS:
                 ours: list[float] = []
                 theirs: list[float] = []
+                same = [s for s in self.samples if (s.setting, s.action) == (setting, action)] or self.samples
+                expected = statistics.median(s.bytes_per_s for s in same)
                 idle_s = 0.0  # fio's, until it begins: a drive that saves up bursts while idle must have had as long for ours
                 for i in self.rounds(self.plan.fio_repeats, f"fio, {action}", share=_FIO_SHARE):
                     for who in ("ours", "fio") if i % 2 else ("fio", "ours"):
@@ -229,11 +232,12 @@ class _Run:
                             ours.append(self.take(setting, action, nbytes, ramp_nbytes=nbytes).bytes_per_s)
                         else:
                             begin = time.monotonic()
-                            ramp_s = nbytes / (theirs or speeds)[-1]
-                            read, written, seconds = fio_run(self.files["direct"], setting, action, nbytes=nbytes, ramp_s=ramp_s)
-                            idle_s = max(time.monotonic() - begin - seconds - ramp_s, 0.0)
+                            file = self.files["direct"]
+                            read, written, seconds = fio_run(file, setting, action, nbytes=nbytes, ramp_nbytes=nbytes, bytes_per_s=expected)
                             theirs.append((read + written) / seconds)
-                            self.count_ramped(read, written, nbytes, f"{action}: fio, {setting}")
+                            idle_s = max(time.monotonic() - begin - 2 * nbytes / theirs[-1], 0.0)
+                            expected = statistics.median(theirs)
+                            self.count_all(2 * nbytes, read, written, f"{action}: fio, {setting}")
                 if not ours:
                     continue
                 low, high = ratio_interval(ours, theirs)
@@ -312,15 +316,8 @@ def run_bench(
     Raises:
         ConfigError: too little room; StorageError: the directory cannot be used.
     """
-    check_directory(directory)
+    check_room(directory, plan.file_nbytes)
     run = _Run(directory, plan, progress)
-    room = shutil.disk_usage(directory).free
-    need = len(FILE_BACKENDS) * plan.file_nbytes + KEPT_FREE_NBYTES
-    if room < need:
-        raise ConfigError(
-            f"{run.directory}: {format_nbytes(room)} are free, the bench needs {format_nbytes(need)}; free some or take --quick",
-            key="path",
-        )
     with contextlib.ExitStack() as stack:
         run.files, run.refused = open_files(directory, stack, nbytes=plan.file_nbytes)
         moved, written = run.planned()
@@ -379,6 +376,19 @@ def check_directory(directory: str | os.PathLike[str]) -> None:
         raise ConfigError(
             f"{path}: no file can be made there ({why}); give a directory on a local drive that you may write to", key="path", value=path
         ) from error
+
+
+def check_room(directory: str | os.PathLike[str], file_nbytes: int) -> None:
+    """
+    Raises:
+        ConfigError: no file can be made there, or not one of `file_nbytes` for each backend.
+    """
+    check_directory(directory)
+    room = shutil.disk_usage(directory).free
+    need, least = (len(FILE_BACKENDS) * nbytes + KEPT_FREE_NBYTES for nbytes in (file_nbytes, QUICK.file_nbytes))
+    if room < need:
+        advice = "free some or take --quick" if least <= room else "free some, or give another directory"
+        raise ConfigError(f"{os.fspath(directory)}: {format_nbytes(room)} are free, {format_nbytes(need)} are needed; {advice}", key="path")
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..io import aligned_buffer, filesystem_of
-from ._bench import best_setting, check_directory, config_block, spread
+from ._bench import best_setting, check_room, config_block, spread
 from ._workload import Setting, measure, open_files, written_nbytes
 
 __all__ = ["Search", "run_tune"]
@@ -73,10 +73,10 @@ def run_tune(
         what was found, ready for JSON; `swapio_config` is the block for a config, and the whole is what `"swapio": {"tuned": FILE}` takes.
 
     Raises:
-        StorageError: the directory cannot be used.
+        ConfigError: too little room; StorageError: the directory cannot be used.
     """
-    check_directory(directory)
     search = search or Search()
+    check_room(directory, search.file_nbytes)
     samples: dict[Setting, list[float]] = {}
     written = 0
     with contextlib.ExitStack() as stack:

@@ -212,7 +212,8 @@ def measure(file: DriveFile, setting: Setting, action: str, *, nbytes: int, cont
         return buffer
 
     with IOThreads(timed, block_nbytes=setting.block_nbytes, queue_depth=setting.queue_depth) as threads:
-        cpu, begin, before, ramp = time.process_time(), time.perf_counter(), dict(threads.moved_nbytes), ramp_nbytes
+        cpu, begin, before = time.process_time(), time.perf_counter(), dict(threads.moved_nbytes)
+        ramp = min(ramp_nbytes, ramp_nbytes + nbytes - num_slots * each)  # for sure moved when the last transfer is handed over
         for kind, offset in transfers(action, file.extent, each, ramp_nbytes + nbytes):
             buffer = take_slot()
             if 0 < ramp <= sum(threads.moved_nbytes.values()):

@@ -7,18 +7,35 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 import swapio
 from swapio.cli._app import app
-from swapio.drive import QUICK, STANDARD, TINY, DriveFile, Plan, Search, Setting, best_setting, forecast, measure, run_bench, run_tune
+from swapio.drive import (
+    QUICK,
+    STANDARD,
+    TINY,
+    DriveFile,
+    Plan,
+    Search,
+    Setting,
+    best_setting,
+    fio_run,
+    forecast,
+    measure,
+    run_bench,
+    run_tune,
+)
 from swapio.drive._bench import ratio_interval
 from swapio.drive._workload import READ_SHARE, transfer_nbytes, transfers, written_nbytes
-from swapio.errors import ConfigError, StorageError
-from swapio.io import FILE_BACKENDS, aligned_buffer, cached_nbytes, drop_cache
+from swapio.errors import ConfigError, StorageError, UsageError
+from swapio.io import FILE_BACKENDS, WrapperStorage, aligned_buffer, cached_nbytes, drop_cache
 from swapio.report import drive_tables
 from swapio.spec import Extent
 
@@ -69,6 +86,76 @@ def test_what_is_measured_is_really_moved(tmp_path: Path, backend: str, checksum
         assert 0 < sample.p50_s <= sample.p99_s < sample.seconds
         assert sample.cpu_cores > 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_ramp_ends_before_the_last_transfers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It did not where as much is in flight as is timed, and the bytes of the ramp were taken for timed ones."""
+    from swapio.drive import _workload
+
+    asked, moved, changed = 0, 0, threading.Condition()
+
+    def counted(*args: Any) -> Iterator[tuple[str, int]]:
+        nonlocal asked
+        for transfer in (*transfers(*args), None):
+            with changed:
+                asked += 1
+                changed.notify_all()
+            if transfer:
+                yield transfer
+
+    class Slow(WrapperStorage):
+        """A transfer ends only when somebody waits for its buffer."""
+
+        def move(self, action: str, offset: int, buffer: memoryview, *, name: str) -> None:
+            nonlocal moved
+            with changed:
+                assert changed.wait_for(lambda: asked >= min(7 + moved, 9), 60)
+                moved += 1
+                self.inner.move(action, offset, buffer, name=name)
+
+    monkeypatch.setattr(_workload, "transfers", counted)
+    with DriveFile(tmp_path, backend="direct", nbytes=MiB) as file:
+        file.storage = Slow(file.storage)
+        setting, nbytes = Setting("direct", 64 * KiB, 4), 256 * KiB  # six of eight are handed over at first
+        sample = measure(file, setting, "write", nbytes=nbytes, content=aligned_buffer(64 * KiB), ramp_nbytes=nbytes)
+    assert sample.written_nbytes == 384 * KiB
+
+
+@pytest.fixture
+def fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program named fio that prints and ends as the file `says` tells, and keeps its arguments in `asked`."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "fio").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{folder}/asked\n. {folder}/says\n')
+    (folder / "fio").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    return folder
+
+
+def test_fio_moves_the_ramp_too(fio: Path, tmp_path: Path) -> None:
+    """It stops after so many bytes with those of the ramp: a ramp as long as the run left nothing to time, or all."""
+    job = {"error": 0, "read": {"runtime": 500, "io_bytes": 3 * MiB}, "write": {"runtime": 400, "io_bytes": 2 * MiB}}
+    (fio / "says").write_text(f"cat <<END\nnote: a line before\n{json.dumps({'jobs': [job]})}\nEND\n")
+    with DriveFile(tmp_path, backend="direct", nbytes=MiB) as file:
+        found = fio_run(file, Setting("direct", 64 * KiB, 4), "mix", nbytes=4 * MiB, ramp_nbytes=2 * MiB, bytes_per_s=8 * MiB)
+    assert found == (3 * MiB, 2 * MiB, 0.5)
+    asked = (fio / "asked").read_text().splitlines()
+    assert {f"--io_size={6 * MiB}", "--ramp_time=250ms"} < set(asked)
+
+
+@pytest.mark.parametrize(
+    ("says", "match"),
+    [
+        ("echo no such engine >&2; exit 1", r"fio failed \(1\): no such engine"),
+        ("echo '{\"jobs\": []}'", r"fio failed \(0\)"),
+        ('echo \'{"jobs": [{"error": 0, "read": {"runtime": 0, "io_bytes": 0}, "write": {"runtime": 0, "io_bytes": 0}}]}\'', "fio failed"),
+    ],
+    ids=["fails", "says nothing", "moves nothing"],
+)
+def test_a_fio_that_fails_is_a_note(fio: Path, tmp_path: Path, says: str, match: str) -> None:
+    (fio / "says").write_text(says)
+    with DriveFile(tmp_path, backend="direct", nbytes=MiB) as file, pytest.raises(UsageError, match=match):
+        fio_run(file, Setting("direct", 64 * KiB, 4), "read", nbytes=MiB)
 
 
 def test_an_error_ends_the_measurement(tmp_path: Path) -> None:
@@ -198,8 +285,36 @@ def test_paths_that_cannot_be_measured(tmp_path: Path) -> None:
             run("/proc")
     assert list(tmp_path.iterdir()) == []
     huge = dataclasses.replace(TINY, file_nbytes=1 << 60)
-    with pytest.raises(ConfigError, match="are free"):
+    with pytest.raises(ConfigError, match=r"are free, .* are needed; free some or take --quick"):
         run_bench(tmp_path, plan=huge)
+
+
+def test_advice_is_no_plan_that_has_no_room_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(MiB, 0, MiB))  # type: ignore[attr-defined]
+    for plan in (QUICK, STANDARD):
+        with pytest.raises(ConfigError, match="free some, or give another directory"):
+            run_bench(tmp_path, plan=plan)
+    with pytest.raises(ConfigError, match=r"1.0 MiB are free, 1.4 GiB are needed"):  # it filled the drive with the file of one backend
+        run_tune(tmp_path)
+
+
+def test_a_wrong_path_is_told_before_others_are_measured(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["bench", "--tiny", str(tmp_path), str(tmp_path / "missing"), "--out", str(tmp_path / "out")])
+    assert isinstance(done.exception, ConfigError)
+    assert "no file stays" not in done.output
+
+
+def test_an_earlier_result_stays_until_there_is_a_new_one(tmp_path: Path) -> None:
+    """A run that failed took the file away that configs name; so it did with /dev/null."""
+    old, wrong = tmp_path / "tuned.json", str(tmp_path / "missing")
+    old.write_text("{}")
+    (tmp_path / "drive.json").write_text("{}")
+    for command in (["tune", wrong, "--out", str(old)], ["bench", wrong, "--out", str(tmp_path)]):
+        assert isinstance(CliRunner().invoke(app, command).exception, ConfigError)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["drive.json", "tuned.json"]
+    done = CliRunner().invoke(app, ["tune", str(tmp_path), "--out", str(tmp_path)])
+    assert isinstance(done.exception, ConfigError)
+    assert f"--out: {tmp_path} cannot be written (Is a directory); give another file" in str(done.exception)
 
 
 @pytest.mark.slow
