@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ..errors import StorageError, UsageError
+from ..swap import FileMap
 from ._boxes import Box, boxes
 
 __all__ = ["Entry", "SafetensorsFolder", "SafetensorsWriter"]
@@ -170,6 +171,7 @@ class SafetensorsFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._places: dict[str, _Place] = {}
+        self._maps: dict[Path, FileMap] = {}
         for file in self._files(path):
             self._places |= {place.entry.name: place for place in _read_header(file)}
         self.entries = {name: place.entry for name, place in self._places.items()}
@@ -193,6 +195,21 @@ class SafetensorsFolder:
             there = ", ".join(p.name for p in found) or "none"
             raise UsageError(f"{path} has no model.safetensors and no index of several files; safetensors there: {there}")
         return found
+
+    def map(self, name: str) -> torch.Tensor | None:
+        """A tensor over its bytes in the file, see `FileMap`; None where that cannot be: it has none, or they are not aligned.
+
+        Raises:
+            StorageError: the file became shorter, or is gone.
+        """
+        place = self._places[name]
+        entry = place.entry
+        if not entry.nbytes or place.offset % entry.dtype.itemsize:
+            return None
+        mapped = self._maps.get(place.path) or self._maps.setdefault(place.path, FileMap(place.path))
+        if place.offset + entry.nbytes > mapped.nbytes:
+            raise _short(place.path, name, place.offset, entry.nbytes, max(0, mapped.nbytes - place.offset))
+        return mapped.tensor(place.offset, entry.dtype, entry.shape, name=name)
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor, in memory of its own."""

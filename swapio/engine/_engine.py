@@ -486,7 +486,7 @@ class Engine(nn.Module):
                 "params": list(u.names),
                 "nbytes": u.layout.nbytes,
                 "trained_numel": sum(s.num_trained for s in u.layout.segments),
-                "dtypes": [str(s.dtype) for s in u.layout.segments],
+                "dtypes": list(dict.fromkeys(str(s.dtype) for s in u.layout.segments)),
             }
             for u in self.zero.units
         ]

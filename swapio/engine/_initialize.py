@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..memory import trim_heap
 from ..optim import CUT_NUMEL, OptimizerSpec, from_config, from_torch, round_bf16, with_state_dtype
 from ..spec import format_nbytes
-from ..swap import Place, SwapManager, TensorSpec, open_manager
+from ..swap import FilePart, Place, SwapManager, TensorSpec, open_manager
 from ..zero import (
     CHUNK_NUMEL,
     ChunkedStep,
@@ -38,6 +38,7 @@ from ._adopt import Adoption
 from ._budget import Setting, plan_host
 from ._distributed import init_distributed
 from ._engine import Engine
+from ._in_file import in_file, parts_in_files, same_bytes
 from ._monitor import Monitor
 from ._originals import Originals
 from ._scaler import LossScaler
@@ -218,7 +219,10 @@ def _engine(
     sums_here = several_parts if ranks.alone or stage < 2 else False
     grad_dtype = torch.float32 if sums_here or not (ranks.alone or stage) else None
     align_numel = spec.cut_numel if spec is not None else CUT_NUMEL
-    layouts = [_layout(u, groups, dtype, grad_dtype, align_numel) for u in specs]
+    stays = param_home is Place.NVME and ranks.alone
+    parts = parts_in_files(specs if stays else (), {id(p) for p in model.parameters() if _is_trained(p, groups)}, dtype)
+    parts = parts or [[None] * len(u.params) for u in specs]
+    layouts = [_layout(u, groups, dtype, grad_dtype, align_numel, p) for u, p in zip(specs, parts, strict=True)]
     on_device = manager.device.has_memory
     timing = _timing(settings, ranks, trains=inner is not None)
     spills = ranks.alone and inner is not None and step_place is Place.HOST and Place.NVME in (param_home, state_home)
@@ -250,7 +254,8 @@ def _engine(
     for number, (unit_spec, layout) in enumerate(zip(specs, layouts, strict=True)):
         partition = Partition(layout, ranks.size)
         home = Place.HOST if Kept("weights", number) in kept else param_home
-        record = zero.create(unit_spec.name, partition.shard_nbytes[ranks.rank] if zero.partitions_weights else layout.nbytes, home)
+        nbytes = partition.shard_nbytes[ranks.rank] if zero.partitions_weights else layout.nbytes
+        record = zero.create(unit_spec.name, nbytes, home, in_file(layout, parts[number]) if home is Place.NVME else ())
         unit_groups = [groups.get(id(p)) for _, p in unit_spec.params]
         unit = Unit(zero, unit_spec.name, unit_spec.params, unit_groups, record, layout, partition)
         if zero.sums is not None:
@@ -344,7 +349,12 @@ def _same_values(model: nn.Module, ranks: Ranks) -> None:
 
 
 def _layout(
-    spec: UnitSpec, groups: dict[int, int], weights: torch.dtype | None, grad_dtype: torch.dtype | None, align_numel: int
+    spec: UnitSpec,
+    groups: dict[int, int],
+    weights: torch.dtype | None,
+    grad_dtype: torch.dtype | None,
+    align_numel: int,
+    parts: Sequence[FilePart | None],
 ) -> UnitLayout:
     shown = []
     for name, param in spec.params:
@@ -355,8 +365,12 @@ def _layout(
                 key="model",
             )
         shown.append(torch.empty_strided(param.shape, param.stride(), dtype=dtype, device="meta"))
-    trained = [id(p) in groups and p.requires_grad for _, p in spec.params]
-    return UnitLayout(shown, trained, grad_dtype=grad_dtype, align_numel=align_numel)
+    trained = [_is_trained(p, groups) for _, p in spec.params]
+    return UnitLayout(shown, trained, in_file=[p is not None for p in parts], grad_dtype=grad_dtype, align_numel=align_numel)
+
+
+def _is_trained(param: nn.Parameter, groups: dict[int, int]) -> bool:
+    return id(param) in groups and param.requires_grad
 
 
 @torch.no_grad()
@@ -371,8 +385,15 @@ def _take_over(unit: Unit, stepper: ChunkedStep | None, device: torch.device) ->
             scratch = zero.lease(f"weights of {unit.name}", unit.layout.nbytes)
             stack.callback(zero.manager.end_lease, scratch)
             whole = scratch.tensor
+        rests = {offset for offset, _ in unit.record.in_file}
+        span: slice | None = slice(0, unit.record.own_nbytes)
         for slot, param in zip(unit.layout.slots, unit.params, strict=True):
-            unit.layout_view(whole, slot.index).copy_(param)
+            view = unit.layout_view(whole, slot.index)
+            if slot.offset in rests and same_bytes(view, param):
+                continue
+            if slot.offset in rests:  # written past PyTorch
+                span = None
+            view.copy_(param)
             if stepper is not None and slot.trained and slot.dtype is not torch.float32 and param.dtype is not slot.dtype:
                 dense = torch.empty_strided(slot.shape, slot.stride, dtype=torch.float32)
                 masters[slot.index] = param.detach().float() if tuple(param.stride()) == slot.stride else dense.copy_(param)
@@ -382,8 +403,8 @@ def _take_over(unit: Unit, stepper: ChunkedStep | None, device: torch.device) ->
             for piece in unit.partition.pieces[zero.ranks.rank]:
                 part = whole[piece.offset : piece.offset + piece.nbytes]
                 lease.raw[piece.shard_offset : piece.shard_offset + piece.nbytes].copy_(part)
-        del whole
+        del whole, view
         if stepper is not None and any(s.trained and s.dtype is not torch.float32 for s in unit.layout.slots):
             stepper.store_masters(unit, masters, lease.raw)
-        lease.mark_dirty()
+        lease.mark_dirty(span=span)
     unit.manage()

@@ -40,7 +40,7 @@ def memory(zero: UnitSet, stepper: ChunkedStep | None, module: nn.Module) -> dic
 def _of_records(records: Iterable[Record]) -> dict[str, int]:
     held = dict.fromkeys(TIERS, 0)
     for record in records:
-        held["nvme"] += record.nbytes if record.extent is not None else 0
+        held["nvme"] += record.own_nbytes if record.extent is not None else 0
         held["host"] += record.nbytes if record.host is not None else 0
         held["device"] += record.nbytes if record.device is not None else 0
     return held

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,11 +15,13 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ..checkpoint import SafetensorsFolder
 from ..errors import ConfigError, UsageError
-from ..zero import GatheredParameters, Init, constructed, managed
+from ..zero import GatheredParameters, Init, constructed, constructing_dtype, managed, world
 from ._contents import entries, ties
 from ._load import kind, some
 
 __all__ = ["load_pretrained"]
+
+logger = logging.getLogger("swapio")
 
 
 def load_pretrained(
@@ -28,6 +31,7 @@ def load_pretrained(
     *,
     strict: bool = True,
     dtype: torch.dtype | None = None,
+    keep_frozen_in_file: bool = False,
 ) -> nn.Module:
     """A model with the weights of a folder of safetensors; then `swapio.initialize(model=model, config=config)`.
 
@@ -41,6 +45,10 @@ def load_pretrained(
         config: as for `swapio.initialize`. Without it and outside of `zero.Init` the parameters are made in memory.
         strict: names that the model or the folder lacks are an error; else what both have is loaded.
         dtype: of floating parameters that are made; default: that which the model gives them.
+        keep_frozen_in_file: parameters that are made are not copied but mapped from the files, and `initialize` leaves those that are not
+            trained there: for adapters on a large model, which may be added before it. What is converted to another dtype, or written, is
+            copied, and so is everything on several ranks and with weights at home in memory. From then on the files must stay as they
+            are; replacing or removing them is allowed, changing them is a StorageError in training.
 
     Raises:
         UsageError: names or shapes that do not match, before anything is loaded; StorageError: a file is damaged or missing.
@@ -50,7 +58,7 @@ def load_pretrained(
     model = model_or_config if isinstance(model_or_config, nn.Module) else _made(model_or_config)
     found = _matched(model, folder, strict)
     with torch.no_grad(), Init(config_dict_or_path=config) if config is not None else contextlib.nullcontext():
-        _load_parameters(model, folder, found, dtype)
+        _load_parameters(_Reader(folder, dtype, maps=keep_frozen_in_file), model, found)
         buffers = dict(model.named_buffers())
         for name in buffers.keys() & found.keys():
             buffers[name].copy_(folder.read(found[name]))
@@ -135,7 +143,53 @@ def _matched(model: nn.Module, folder: SafetensorsFolder, strict: bool) -> dict[
     return found
 
 
-def _load_parameters(model: nn.Module, folder: SafetensorsFolder, found: dict[str, str], dtype: torch.dtype | None) -> None:
+class _Reader:
+    """Makes parameters from a folder.
+
+    Args:
+        dtype: of floating ones; None: as it is.
+        maps: over their bytes in the files, where nothing stands against it.
+    """
+
+    def __init__(self, folder: SafetensorsFolder, dtype: torch.dtype | None, *, maps: bool) -> None:
+        self.folder = folder
+        self._dtype = dtype
+        self._maps = maps
+        if maps and world()[0] > 1:
+            logger.warning("on several ranks no weights stay in %s: they are copied", folder.path)
+            self._maps = False
+        self._copied: list[str] = []
+
+    def make(self, param: nn.Parameter, stored: str) -> nn.Parameter:
+        """What takes the place of `param`, which is on the meta device."""
+        dtype = self._dtype if self._dtype is not None and param.is_floating_point() else param.dtype
+        tensor = self._mapped(param, stored, dtype) if self._maps else None
+        if tensor is None:
+            tensor = self.folder.read(stored).to(dtype)
+            if tensor.stride() != param.stride():
+                tensor = torch.empty_strided(param.shape, param.stride(), dtype=tensor.dtype).copy_(tensor)
+        made = nn.Parameter(tensor, requires_grad=param.requires_grad)
+        made.__dict__.update(param.__dict__)
+        return made
+
+    def _mapped(self, param: nn.Parameter, stored: str, dtype: torch.dtype) -> torch.Tensor | None:
+        last = constructing_dtype() if param.is_floating_point() else None
+        fits = self.folder.entries[stored].dtype is dtype and last in (None, dtype) and param.is_contiguous()
+        tensor = self.folder.map(stored) if fits else None
+        if tensor is None and param.numel():
+            self._copied.append(stored)
+        return tensor
+
+    def finish(self) -> None:
+        """Say what was copied that should not be."""
+        if self._copied:
+            logger.warning(
+                "copied from %s, as they become another dtype (the argument dtype may help), have other strides or are not aligned: %s",
+                self.folder.path, some(self._copied),
+            )  # fmt: skip
+
+
+def _load_parameters(reader: _Reader, model: nn.Module, found: dict[str, str]) -> None:
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by the id of what was there, which is kept so that its id is its own
     for path, module in model.named_modules():
         for own, param in list(module._parameters.items()):
@@ -145,18 +199,10 @@ def _load_parameters(model: nn.Module, folder: SafetensorsFolder, found: dict[st
             if id(param) in made:
                 setattr(module, own, made[id(param)][1])
             elif param.is_meta:
-                made[id(param)] = param, _materialized(param, folder, found[name], dtype)
+                made[id(param)] = param, reader.make(param, found[name])
                 setattr(module, own, made[id(param)][1])
             elif name in found:
                 together = managed(param) is not None and not constructed(param)
                 with GatheredParameters(param, enabled=together):
-                    param.copy_(folder.read(found[name]))
-
-
-def _materialized(param: nn.Parameter, folder: SafetensorsFolder, stored: str, dtype: torch.dtype | None) -> nn.Parameter:
-    tensor = folder.read(stored).to(dtype if dtype is not None and param.is_floating_point() else param.dtype)
-    if tensor.stride() != param.stride():
-        tensor = torch.empty_strided(param.shape, param.stride(), dtype=tensor.dtype).copy_(tensor)
-    made = nn.Parameter(tensor, requires_grad=param.requires_grad)
-    made.__dict__.update(param.__dict__)
-    return made
+                    param.copy_(reader.folder.read(found[name]))
+    reader.finish()

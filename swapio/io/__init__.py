@@ -10,6 +10,7 @@ from ._file import FileStorage
 from ._filesystem import Filesystem, filesystem_of
 from ._memory import MemoryStorage
 from ._mmap import MmapStorage
+from ._read_only import ReadOnlyFile
 from ._scratch import Scratch, is_private_folder, remove_orphans, scratch_root
 from ._select import BACKENDS, FILE_BACKENDS, open_storage
 from ._storage import MAX_TRANSFER_NBYTES, Choice, LocalStorage, Some, Storage
@@ -33,6 +34,7 @@ __all__ = [
     "LocalStorage",
     "MemoryStorage",
     "MmapStorage",
+    "ReadOnlyFile",
     "Scratch",
     "Some",
     "Storage",

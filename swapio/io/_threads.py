@@ -29,9 +29,10 @@ Done = Callable[[BaseException | None], None]
 class _Job:
     """One transfer: how many of its blocks are left, and its first error. Guarded by the lock of the threads."""
 
-    __slots__ = ("action", "done", "error", "left", "name")
+    __slots__ = ("action", "done", "error", "left", "name", "storage")
 
-    def __init__(self, action: str, name: str, num_blocks: int, done: Done) -> None:
+    def __init__(self, storage: Storage, action: str, name: str, num_blocks: int, done: Done) -> None:
+        self.storage = storage
         self.action = action
         self.name = name
         self.left = num_blocks
@@ -86,22 +87,26 @@ class IOThreads:
         for thread in self._threads:
             thread.start()
 
-    def read(self, offset: int, buffer: memoryview, *, name: str, priority: int, done: Done) -> None:
-        """Read into `buffer`; `done(error or None)` is called once, from a worker thread. Lower priorities go first. Does not block."""
-        self._submit("read", offset, buffer, name, priority, done)
+    def read(self, offset: int, buffer: memoryview, *, name: str, priority: int, done: Done, storage: Storage | None = None) -> None:
+        """Read into `buffer`; `done(error or None)` is called once, from a worker thread. Lower priorities go first. Does not block.
+
+        Args:
+            storage: of one lane, to read from in place of the threads' own.
+        """
+        self._submit("read", offset, buffer, name, priority, done, storage or self.storage)
 
     def write(self, offset: int, buffer: memoryview, *, name: str, priority: int, done: Done) -> None:
         """Write from `buffer`, as `read`."""
-        self._submit("write", offset, buffer, name, priority, done)
+        self._submit("write", offset, buffer, name, priority, done, self.storage)
 
-    def _submit(self, action: str, offset: int, buffer: memoryview, name: str, priority: int, done: Done) -> None:
+    def _submit(self, action: str, offset: int, buffer: memoryview, name: str, priority: int, done: Done, storage: Storage) -> None:
         try:
-            self.storage.begin(action, offset, buffer, name=name)
+            storage.begin(action, offset, buffer, name=name)
         except Exception as error:  # the caller's to see, where it sees those of the drive
             done(error)
             return
-        lanes = self._cut(offset, buffer)
-        job = _Job(action, name, sum(map(len, lanes)), done)
+        lanes = self._cut(offset, buffer, storage)
+        job = _Job(storage, action, name, sum(map(len, lanes)), done)
         with self._lock:
             if self._closed:
                 job.error = ClosedError(f"the I/O threads are closed; {name!r} was not moved")
@@ -114,12 +119,12 @@ class IOThreads:
         if not running:
             self._report(job)
 
-    def _cut(self, offset: int, buffer: memoryview) -> list[list[tuple[int, memoryview]]]:
+    def _cut(self, offset: int, buffer: memoryview, storage: Storage) -> list[list[tuple[int, memoryview]]]:
         """For each lane the offsets and buffers of its blocks, the last first."""
         lanes: list[list[tuple[int, memoryview]]] = [[] for _ in self._queues]
         start, nbytes, most = 0, buffer.nbytes, self.block_nbytes
         while start < nbytes:
-            lane, there = self.storage.lane(offset + start)
+            lane, there = storage.lane(offset + start)
             end = start + min(there, most)
             lanes[lane].append((offset + start, buffer[start:end]))
             start = end
@@ -139,7 +144,7 @@ class IOThreads:
             while True:
                 error: BaseException | None = None
                 try:
-                    self.storage.move(job.action, offset, buffer, name=job.name)
+                    job.storage.move(job.action, offset, buffer, name=job.name)
                 except BaseException as caught:
                     error = caught
                 with self._lock:  # once per block: what ended and what comes next
@@ -177,7 +182,7 @@ class IOThreads:
     def _report(self, job: _Job) -> None:
         try:
             try:
-                self.storage.finish()
+                job.storage.finish()
             finally:
                 job.done(job.error)
         except Exception:  # the caller's; the thread has others to serve

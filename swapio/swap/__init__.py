@@ -3,6 +3,7 @@
 from ._ahead import Prefetcher
 from ._auto import HostMemory, auto_host_memory, host_memory
 from ._cgroup import CgroupMemory, cgroup_cpus, cgroup_memory
+from ._in_file import FileMap, FilePart, file_part
 from ._manager import Acquisition, RecordLease, SwapManager
 from ._open import manager_arguments, open_manager
 from ._record import MAY_START, Place, Record, Residency, TensorSpec
@@ -12,6 +13,8 @@ __all__ = [
     "MAY_START",
     "Acquisition",
     "CgroupMemory",
+    "FileMap",
+    "FilePart",
     "HostMemory",
     "Place",
     "Prefetcher",
@@ -24,6 +27,7 @@ __all__ = [
     "auto_host_memory",
     "cgroup_cpus",
     "cgroup_memory",
+    "file_part",
     "host_memory",
     "manager_arguments",
     "open_manager",

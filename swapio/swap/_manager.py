@@ -20,6 +20,7 @@ from ..memory import Arena, Device, Lease, get_device
 from ..spec import parse_nbytes
 from ._ahead import Prefetcher
 from ._auto import host_capacity
+from ._in_file import FilePart
 from ._mover import Mover
 from ._record import Place, Record, TensorSpec, hull
 from ._transfer import Transfer
@@ -236,27 +237,32 @@ class SwapManager:
             raise
         return self._transfer(self.mover.settle(record) if self.mover.wants_write_back(record) else _nothing(), f"put of {key!r}")
 
-    def create(self, key: str, nbytes: int, *, home: Place = Place.NVME) -> Record:
+    def create(self, key: str, nbytes: int, *, home: Place = Place.NVME, in_file: Sequence[tuple[int, FilePart]] = ()) -> Record:
         """Add a record of `nbytes` zeros and reserve its place on the drive; no memory is used and nothing is written until it is.
+
+        Args:
+            in_file: by byte of the record, ascending, what is in files and stays there as long as nothing from the first of them on is
+                changed. Until then the drive has a place for what is before; what is between them is undefined.
 
         Raises:
             UsageError: the key exists; StorageError: no room on the drive.
         """
-        record = self._make(key, nbytes, home, TensorSpec(torch.uint8, (nbytes,), (1,)))
+        record = self._make(key, nbytes, home, TensorSpec(torch.uint8, (nbytes,), (1,)), in_file)
         if not self._register(record):
             self.remove(record)
             raise UsageError(f"{key!r} is already stored; delete it first")
         return record
 
-    def _make(self, key: str, nbytes: int, home: Place, spec: TensorSpec) -> Record:
+    def _make(self, key: str, nbytes: int, home: Place, spec: TensorSpec, in_file: Sequence[tuple[int, FilePart]] = ()) -> Record:
         """A record that nobody can find yet."""
         self._check()
         if home is Place.DEVICE and not self.device.has_memory:
             home = Place.HOST
         if home is Place.NVME and not self.has_drive:
             raise ConfigError('paths: a tensor cannot rest on NVMe without a directory; give paths=["/a/local/drive"]', key="paths")
-        extent = self.storage.reserve(nbytes, name=key) if home is Place.NVME else None
-        record = Record(key, nbytes, home, spec, extent, asyncio.Lock())
+        record = Record(key, nbytes, home, spec, None, asyncio.Lock(), in_file)
+        if home is Place.NVME:
+            record.extent = self.storage.reserve(record.own_nbytes, name=key)
         self.mover.count(record, 1)
         return record
 
@@ -407,7 +413,7 @@ class SwapManager:
         records = list(self.mover.records.values())
         counters = self.mover.counters
         return {
-            "bytes_on_nvme": sum(r.nbytes for r in records if r.home is Place.NVME),
+            "bytes_on_nvme": sum(r.own_nbytes for r in records if r.home is Place.NVME),
             "bytes_on_host": sum(r.nbytes for r in records if r.current[Place.HOST]),
             "bytes_on_device": sum(r.nbytes for r in records if r.current[Place.DEVICE]),
             "bytes_read": counters["bytes_read"],
@@ -444,6 +450,7 @@ class SwapManager:
             if record.host is not None:
                 record.host.release()
             record.host = record.device = None
+            record.in_file = ()
             record.current = [False, False, False]
             record.removed = True
         self.mover.records.clear()

@@ -15,6 +15,7 @@ import asyncio
 import collections
 import contextlib
 import ctypes
+import functools
 import gc
 import itertools
 import threading
@@ -25,8 +26,9 @@ from typing import Any, TypeVar
 from ..errors import BudgetError, ClosedError, SwapioError, TransferTimeoutError, UsageError
 from ..io import IOThreads, Storage
 from ..memory import Arena, Device, Event, Lease
-from ..spec import PAGE_NBYTES, format_nbytes, round_up
+from ..spec import PAGE_NBYTES, Extent, format_nbytes, round_up
 from ._ahead import Prefetcher
+from ._in_file import FilePart
 from ._record import DeviceCopy, Place, Record, Residency
 
 __all__ = ["DEMAND", "PREFETCH", "WRITE_BACK", "Mover"]
@@ -255,6 +257,19 @@ class Mover:
         start(lambda error: self.call(finish, error))
         await self._moving(ended)
 
+    async def _in_thread(self, function: Callable[[], None], name: str) -> None:
+        """Await a call that blocks, in a thread of its own."""
+
+        def run(done: Callable[[BaseException | None], None]) -> None:
+            try:
+                function()
+            except BaseException as error:
+                done(error)
+            else:
+                done(None)
+
+        await self._elsewhere(lambda done: threading.Thread(target=run, args=(done,), name=name, daemon=True).start())
+
     async def _landed(self, event: Event) -> None:
         async def poll() -> None:
             while not event.done():
@@ -316,13 +331,45 @@ class Mover:
         return True
 
     async def _read(self, record: Record, lease: Lease, priority: int) -> None:
-        stored = record.stored_nbytes
+        stored, own = record.stored_nbytes, record.own_nbytes
         with record.moving(Residency.READING):
             if stored:
                 self.counters["bytes_read"] += await self._io(self.io.read, record, lease, slice(0, stored), priority)
+            if own > stored and not record.overwritten:  # never written: zeros
+                ctypes.memset(lease.tensor.data_ptr() + stored, 0, own - stored)
+            if record.in_file:
+                await self._read_files(record, lease, priority)
+            if stored or record.in_file:
                 self._event("read", record)
-            if record.nbytes > stored and not record.overwritten:  # never written: zeros
-                ctypes.memset(lease.tensor.data_ptr() + stored, 0, record.nbytes - stored)
+
+    async def _read_files(self, record: Record, lease: Lease, priority: int) -> None:
+        """What a record has in files."""
+
+        async def bring(at: int, part: FilePart) -> None:
+            into = lease.buffer[at : at + part.nbytes]
+            read = functools.partial(self.io.read, part.offset, into, name=part.name, priority=priority, storage=part.file)
+            await self._elsewhere(lambda done: read(done=done))
+            self.counters["bytes_read"] += part.nbytes
+
+        parts = asyncio.gather(*(bring(*each) for each in record.in_file), return_exceptions=True)  # then nobody uses the lease
+        ended = await self._moving(parts)  # already before each of them moves
+        for error in ended:
+            if error is not None:
+                raise error
+
+    async def _leave_files(self, record: Record) -> None:
+        """What a record has in files was changed: make room for all of it, and let all be written.
+
+        Raises:
+            StorageError: no room on the drive.
+        """
+        extents: list[Extent] = []
+        await self._in_thread(lambda: extents.append(self.storage.reserve(record.nbytes, name=record.key)), "swapio-reserve")
+        if record.extent is not None:
+            self.storage.free(record.extent)
+        with record.lock:
+            record.extent, record.in_file, record.stored_nbytes = extents[0], (), 0
+            record.changed = slice(0, record.nbytes)
 
     async def _to_device(self, record: Record, owner: object, demand: bool, on_room: Callable[[], object] | None = None) -> bool:
         if not record.current[Place.HOST] and not await self._to_host(record, owner, demand):
@@ -403,9 +450,10 @@ class Mover:
         lease = record.host
         if lease is None:
             raise RuntimeError(f"{record.key!r}: nothing to write")
-        with record.lock:
-            generation = record.generation
-            content, changed = record.content_nbytes, record.changed or slice(0, record.nbytes)
+        generation, content, changed = record.to_write()
+        if record.in_file and changed.stop > record.own_nbytes:
+            await self._leave_files(record)
+            generation, content, changed = record.to_write()
         # what lies between the stored bytes and the changed ones must be in the file too
         span = slice(min(changed.start, record.stored_nbytes), min(changed.stop, content))
         with record.moving(Residency.WRITING):
@@ -646,15 +694,7 @@ class Mover:
                 raise result
         self.failures.clear()  # all is written now, whatever failed before
 
-        def sync(done: Callable[[BaseException | None], None]) -> None:
-            try:
-                self.storage.sync()
-            except BaseException as error:
-                done(error)
-            else:
-                done(None)
-
-        await self._elsewhere(lambda done: threading.Thread(target=sync, args=(done,), name="swapio-sync", daemon=True).start())
+        await self._in_thread(self.storage.sync, "swapio-sync")
 
     def raise_failed(self) -> None:
         """Raise the failure of a write-back that nobody has heard of yet."""
@@ -675,7 +715,7 @@ class Mover:
                     raise KeyError(f"{record.key!r} was deleted meanwhile")
                 if record.pins:
                     raise UsageError(f"{record.key!r} is in use; release its leases before it is deleted or replaced")
-                record.removed = True
+                record.removed, record.in_file = True, ()
                 if self.records.get(record.key) is record:
                     del self.records[record.key]
                 host, device, record.host, record.device = record.host, record.device, None, None

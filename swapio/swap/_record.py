@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ import torch
 from ..errors import ConfigError, UsageError
 from ..memory import Event, Lease
 from ..spec import Extent
+from ._in_file import FilePart
 
 __all__ = ["MAY_START", "DeviceCopy", "Place", "Record", "Residency", "TensorSpec", "hull"]
 
@@ -43,7 +44,7 @@ class Place(enum.IntEnum):
 class Residency(enum.Enum):
     """What a record is doing, and which memory it holds meanwhile."""
 
-    ON_NVME = "at rest in the file (or never written: zeros); needs no memory"
+    ON_NVME = "at rest in the file or in files of others (or never written: zeros); needs no memory"
     READING = "file to host lease; holds the lease, its bytes are not valid yet"
     ON_HOST = "a current copy in a host lease"
     WRITING = "host lease to file; the host copy stays valid and may be acquired"
@@ -126,17 +127,27 @@ class Record:
     """The state of one key. The manager's loop thread is the only writer, except under `lock`: pins and generation."""
 
     __slots__ = (
-        "busy", "changed", "content_nbytes", "current", "device", "error", "extent", "generation", "home", "host", "key",
+        "busy", "changed", "content_nbytes", "current", "device", "error", "extent", "generation", "home", "host", "in_file", "key",
         "last_use", "lock", "movement", "nbytes", "next_use", "overwritten", "pins",
         "prefetched", "removed", "since", "spec", "stored_nbytes",
     )  # fmt: skip
 
-    def __init__(self, key: str, nbytes: int, home: Place, spec: TensorSpec, extent: Extent | None, busy: Any) -> None:
+    def __init__(
+        self,
+        key: str,
+        nbytes: int,
+        home: Place,
+        spec: TensorSpec,
+        extent: Extent | None,
+        busy: Any,
+        in_file: Sequence[tuple[int, FilePart]] = (),
+    ) -> None:
         self.key = key
         self.nbytes = nbytes
         self.home = home
         self.spec = spec
         self.extent = extent
+        self.in_file = in_file  # what the extent has no room for, by byte of the record, ascending; until such a byte is changed
         self.content_nbytes = nbytes  # what a write-back has to store; the rest is zeros
         self.stored_nbytes = 0  # bytes of the extent ever written; the rest of the record is zeros
         self.changed: slice | None = None  # bytes that may differ from those in the extent
@@ -155,6 +166,12 @@ class Record:
         self.removed = False
         self.error: BaseException | None = None  # why the last write-back failed
         self.busy = busy  # asyncio.Lock: one movement at a time
+
+    @property
+    def own_nbytes(self) -> int:
+        """What the extent holds, or may: all but what stays in a file."""
+        in_file = self.in_file
+        return in_file[0][0] if in_file else self.nbytes
 
     @property
     def dirty(self) -> bool:
@@ -198,6 +215,11 @@ class Record:
         self.generation += 1
         self.content_nbytes, self.stored_nbytes = self.nbytes, 0
         self.changed = self.error = self.next_use = None
+
+    def to_write(self) -> tuple[int, int, slice]:
+        """Generation, bytes that a write-back has to store, and those that may differ from the extent's, all of one moment."""
+        with self.lock:
+            return self.generation, self.content_nbytes, self.changed or slice(0, self.nbytes)
 
     def touched(self, place: Place, span: slice) -> None:
         """The bytes `span` of the copy in `place` were changed: it alone is current. Call under `lock`."""

@@ -17,7 +17,7 @@ from ._full import (
     safe_set_local_optimizer_state,
 )
 from ._gathered import GatheredParameters, register_external_parameter, unregister_external_parameter
-from ._init import Init
+from ._init import Init, constructing_dtype
 from ._layout import UnitLayout, UnitSpec, find_units
 from ._norms import Gradients
 from ._partition import Partition
@@ -53,6 +53,7 @@ __all__ = [
     "UnitSpec",
     "chunk_layouts",
     "constructed",
+    "constructing_dtype",
     "find_units",
     "give_back",
     "managed",

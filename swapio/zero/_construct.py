@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ..memory import trim_heap
-from ..swap import Place, Record, RecordLease, SwapManager, Transfer
+from ..swap import Place, Record, RecordLease, SwapManager, Transfer, file_part
 from ._away import forget, managed, placeholder, raw_grad
 from ._layout import UnitLayout
 from ._partition import Partition
@@ -382,6 +382,7 @@ def _can_leave(param: nn.Parameter) -> bool:
         and not param.is_quantized
         and not param.is_inference()
         and param.numel() > 0
+        and file_part(param) is None  # what is mapped is not in memory
     )
 
 

@@ -45,8 +45,8 @@ class GatheredLease:
             raise TimeoutError(f"{self._unit.name!r} did not reach the device within {self._zero.manager.timeout_s} s")
         return raw
 
-    def mark_dirty(self) -> None:
-        """The bytes were, or will be until `release`, changed.
+    def mark_dirty(self, *, span: slice | None = None) -> None:
+        """The bytes were, or will be until `release`, changed: some of those in `span`.
 
         Raises:
             UsageError: outside of what all ranks do together. The others would go on with the old slices.

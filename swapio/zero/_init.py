@@ -22,7 +22,7 @@ from ._away import ManagedParameter
 from ._construct import ConstructionSet, end_unused
 from ._world import world
 
-__all__ = ["Init"]
+__all__ = ["Init", "constructing_dtype"]
 
 
 class Init:
@@ -165,6 +165,11 @@ class _Here(threading.local):
 
 
 _here = _Here()  # what this thread constructs
+
+
+def constructing_dtype() -> torch.dtype | None:
+    """To what the `Init` around casts floating parameters at its end."""
+    return _here.construction.dtype if _here.construction is not None else None
 
 
 def _on_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:

@@ -38,7 +38,7 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segment:
-    """All parameters of one dtype: `numel` elements from byte `offset`; the first `num_trained` belong to trained parameters."""
+    """Parameters of one dtype: `numel` elements from byte `offset`; the first `num_trained` belong to trained parameters."""
 
     dtype: torch.dtype
     offset: int
@@ -52,6 +52,7 @@ class UnitLayout:
     """Segments by dtype, trained parameters first, each parameter back to back at a multiple of `align_numel` elements.
 
     Args:
+        in_file: which of the frozen parameters stay in files: they have segments of their own, the last ones.
         align_numel: 64 or a multiple of it, as the optimizer's state needs (`OptimizerSpec.cut_numel`).
         grad_dtype: of gathered gradients; None: that of the weights.
     """
@@ -61,17 +62,19 @@ class UnitLayout:
         params: Sequence[torch.Tensor],
         trained: Sequence[bool],
         *,
+        in_file: Sequence[bool] = (),
         grad_dtype: torch.dtype | None = None,
         align_numel: int = ALIGN_NUMEL,
     ) -> None:
         self.align_numel = align_numel
-        dtypes = list(dict.fromkeys(p.dtype for p in params))
+        kinds = list(zip(in_file or [False] * len(params), (p.dtype for p in params), strict=True))
         slots: dict[int, Slot] = {}
         segments: list[Segment] = []
         offset = grad_offset = 0
-        for number, dtype in enumerate(dtypes):
+        for number, kind in enumerate(sorted(dict.fromkeys(kinds), key=lambda k: k[0])):
+            dtype = kind[1]
             start = num_trained = 0
-            members = [i for i, p in enumerate(params) if p.dtype == dtype]
+            members = [i for i, each in enumerate(kinds) if each == kind]
             for i in sorted(members, key=lambda i: not trained[i]):
                 shape, stride, span = _dense(params[i])
                 slots[i] = Slot(i, number, start, offset + start * dtype.itemsize, span, shape, stride, dtype, trained[i])

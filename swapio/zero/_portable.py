@@ -175,7 +175,7 @@ class PortableState:
     def write(self, portion: Portion, values: torch.Tensor) -> None:
         """Set what `read` gives, and the weight to what a master rounds to."""
         with self._zero.lock, quiet():
-            weights, chunk = self._pin(portion, dirty=True)
+            weights, chunk = self._pin(portion, dirty=portion.slot.trained)
             values = values.to(weights.raw.device)
             if chunk is not None and portion.chunk is not None:
                 views = portion.chunk.layout.views(chunk.raw)
@@ -190,8 +190,13 @@ class PortableState:
                     views.store_master(values, portion.chunk.weights(portion.unit, weights.raw), start=portion.begin)
             elif portion.slot.trained and portion.slot.dtype is torch.bfloat16:
                 split_(values, _weights(portion, weights), torch.empty(values.numel(), dtype=torch.int16, device=values.device))
-            else:
+            elif portion.slot.trained:
                 copy_to(_weights(portion, weights), values)
+            else:
+                frozen = _weights(portion, weights)
+                if not torch.equal(frozen.view(torch.uint8), values.view(torch.uint8)):  # else what rests in a file stays there
+                    weights.mark_dirty(span=_span(portion))
+                    copy_to(frozen, values)
 
     def written(self, unit: Unit, indices: Iterable[int]) -> None:
         """All of these parameters' weights and masters were written."""
@@ -211,7 +216,10 @@ class PortableState:
                 self._prefetcher.move(self._num_pinned)
             self._leases.append(self._zero.pin(record, self._zero.step_place, patient=self._patient))
         if dirty:
-            self._leases[0 if portion.field is None else 1].mark_dirty()
+            if portion.field is None:
+                self._leases[0].mark_dirty(span=_span(portion))
+            else:
+                self._leases[1].mark_dirty()
             if portion.field is None and portion.chunk is not None and portion.chunk.layout.head_nbytes:
                 self._leases[1].mark_dirty()
         return self._leases[0], self._leases[1] if portion.chunk is not None else None
@@ -235,6 +243,9 @@ def _uncovered(first: int, last: int) -> Iterator[tuple[int, int, None]]:
         yield start, min(start + CHUNK_NUMEL, last), None
 
 
+def _span(portion: Portion) -> slice:
+    return slice(portion.offset, portion.offset + (portion.stop - portion.start) * portion.slot.dtype.itemsize)
+
+
 def _weights(portion: Portion, lease: RecordLease) -> torch.Tensor:
-    nbytes = (portion.stop - portion.start) * portion.slot.dtype.itemsize
-    return lease.raw[portion.offset : portion.offset + nbytes].view(portion.slot.dtype)
+    return lease.raw[_span(portion)].view(portion.slot.dtype)

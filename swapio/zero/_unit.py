@@ -7,7 +7,7 @@ What autograd saved of a parameter past the hooks is no view: bumping the versio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -111,7 +111,7 @@ class Unit:
             raw = lease.raw
             try:
                 for index, data in adopted:
-                    lease.mark_dirty()
+                    lease.mark_dirty(span=self._bytes([index]))
                     self.layout_view(raw, index).copy_(data)
                     self.stale_masters.add(index)
                     self.zero.written(self, {index})
@@ -139,6 +139,11 @@ class Unit:
         """The parameter `index` in `raw`, uint8 `[unit nbytes]`."""
         slot = self.layout.slots[index]
         return _slot_view(raw, slot, slot.offset)
+
+    def _bytes(self, indices: Iterable[int]) -> slice:
+        """Around these parameters' bytes in the unit."""
+        slots = [self.layout.slots[i] for i in indices]
+        return slice(min(s.offset for s in slots), max(s.offset + s.span * s.dtype.itemsize for s in slots))
 
     def held(self) -> bool:
         """Whether somebody outside uses the storage of an attached unit."""
@@ -222,14 +227,14 @@ class Unit:
             if self._hashes[index] != before:
                 written.add(index)
         if written:
-            self.lease.mark_dirty()
+            self.lease.mark_dirty(span=self._bytes(written))
             self.stale_masters |= written
             self.zero.written(self, written)
 
     def weights_written(self, index: int) -> None:
         """The bytes of a parameter of an attached unit were changed for the user, on all ranks."""
         if self.lease is not None:
-            self.lease.mark_dirty()
+            self.lease.mark_dirty(span=self._bytes([index]))
             self.weights_stepped([index])
 
     def weights_stepped(self, indices: Sequence[int]) -> None:

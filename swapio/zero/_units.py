@@ -15,7 +15,7 @@ from torch import nn
 
 from ..errors import BudgetError, ClosedError, RankError, SwapioError
 from ..memory import Event, Lease
-from ..swap import Place, Record, RecordLease, SwapManager
+from ..swap import FilePart, Place, Record, RecordLease, SwapManager
 from ._gather import GatheredLease
 from ._grads import DeviceGrads, GradBuffer, LeasedGrads, SpilledGrads
 from ._hooks import add_window, load_together, remove_hooks, windows
@@ -93,9 +93,9 @@ class UnitSet:
         self._last: Unit | None = None
         self.schedule = None if keep_attached else Schedule(manager)
 
-    def create(self, name: str, nbytes: int, home: Place) -> Record:
+    def create(self, name: str, nbytes: int, home: Place, in_file: Sequence[tuple[int, FilePart]] = ()) -> Record:
         """A record of this engine's."""
-        record = self.manager.create(self._prefix + name, nbytes, home=home)
+        record = self.manager.create(self._prefix + name, nbytes, home=home, in_file=in_file)
         self.records.append(record)
         return record
 
