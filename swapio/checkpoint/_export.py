@@ -120,8 +120,15 @@ def exported(known: Mapping[str, Mapping[str, Any]], dtype: torch.dtype | None, 
 
     Args:
         known: by name: its shape, dtype, and whether it is trained.
+
+    Raises:
+        UsageError: nothing is.
     """
     chosen = {n: e for n, e in known.items() if e["trained"] or not trainable_only}
+    if trainable_only and not chosen:
+        raise UsageError(
+            "no parameter is trained, so there is nothing to export but the whole model; leave out the restriction to trained ones"
+        )
     return [Entry(n, dtype if dtype is not None and e["dtype"].is_floating_point else e["dtype"], e["shape"]) for n, e in chosen.items()]
 
 

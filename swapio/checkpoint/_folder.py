@@ -31,8 +31,8 @@ from ..errors import StorageError, UsageError
 from ._deepspeed import is_deepspeed
 
 __all__ = [
-    "Part", "check_free", "check_tag", "damage", "find", "latest_tag", "leftovers", "part_of", "publish", "remove_old", "resolve",
-    "set_latest", "tags", "temporary_folder", "verify",
+    "Part", "check_free", "check_tag", "damage", "find", "latest_tag", "leftovers", "listed", "part_of", "publish", "remove_old",
+    "resolve", "set_latest", "tags", "temporary_folder", "verify",
 ]  # fmt: skip
 
 logger = logging.getLogger("swapio")
@@ -98,10 +98,16 @@ def tags(directory: Path) -> list[str]:
     return [p.parent.name for p in sorted(manifests, key=lambda p: (p.stat().st_mtime, p.parent.name))]
 
 
+def listed(directory: Path) -> str:
+    """The tags that are there, for people; those of DeepSpeed too."""
+    others = sorted(p.name for p in directory.iterdir() if is_deepspeed(p)) if directory.is_dir() else []
+    return ", ".join(map(repr, tags(directory) + others)) or "none"
+
+
 def latest_tag(directory: Path) -> str | None:
     """What was saved last with `save_latest`."""
     try:
-        return (directory / _LATEST).read_text(encoding="utf-8").strip()
+        return (directory / _LATEST).read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return None
 
@@ -114,8 +120,9 @@ def find(directory: Path, tag: str) -> Path:
     """
     if (directory / tag / _MANIFEST).is_file() and _TEMPORARY not in tag:
         return directory / tag
-    there = tags(directory)
-    raise UsageError(f"{directory} has no checkpoint {tag!r}; it has {', '.join(map(repr, there)) or 'none'}")
+    if is_deepspeed(directory / tag):
+        raise UsageError(f"{directory / tag} is DeepSpeed's: load it with engine.load_checkpoint, then save it with engine.save_checkpoint")
+    raise UsageError(f"{directory} has no checkpoint {tag!r}; it has {listed(directory)}")
 
 
 def resolve(checkpoint: Path, tag: str | None = None) -> Path:
@@ -129,6 +136,8 @@ def resolve(checkpoint: Path, tag: str | None = None) -> Path:
     """
     if tag is None and (checkpoint / _MANIFEST).is_file() and _TEMPORARY not in checkpoint.name:
         return checkpoint
+    if tag is None and is_deepspeed(checkpoint):
+        return find(checkpoint.parent, checkpoint.name)
     tag = latest_tag(checkpoint) if tag is None else tag
     return find(checkpoint, _LATEST if tag is None else tag)  # no folder is called so: the error says what there is
 

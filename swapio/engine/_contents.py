@@ -93,7 +93,8 @@ def buffer_stretch(name: str, buffer: torch.Tensor) -> Stretch:
 
     def write(values: torch.Tensor) -> None:
         with torch.no_grad():
-            buffer.copy_(values.view(shape))
+            once = tuple(slice(0, 1) if s == 0 else slice(None) for s in buffer.stride())  # an expanded one has its values once
+            buffer[once].copy_(values.view(shape)[once])
 
     return Stretch(
         key(name), buffer.dtype, shape, stride, 0, buffer.numel(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterable, Sequence
@@ -9,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from ..checkpoint import CLIENT_STATE, ENGINE, RANDOM, DeepSpeedStored, Stored, Stretch, find, is_deepspeed, key, latest_tag, tags, verify
+from ..checkpoint import CLIENT_STATE, ENGINE, RANDOM, DeepSpeedStored, Stored, Stretch, find, is_deepspeed, key, latest_tag, listed, verify
 from ..errors import UsageError
 from ..zero import PortableState, Portion, Unit
 from ._contents import buffer_stretch, buffers, set_random_state, stretch, with_extra_state
@@ -57,7 +59,7 @@ def load_checkpoint(
         tag = latest_tag(directory) if tag is None else str(tag)
         path = None if tag is None else directory / tag if is_deepspeed(directory / tag) else find(directory, tag)
     if path is None:
-        there = ", ".join(map(repr, tags(directory))) or "none"
+        there = listed(directory)
         logger.warning("nothing is loaded: %s has no file 'latest', and no tag was given; checkpoints there: %s", directory, there)
         return None, None
     with ranks.together(f"checking {path}"):
@@ -193,22 +195,30 @@ class _Loading:
         for unit, indices in by_unit.items():
             self.state.written(unit, indices)
         self._apply_counts()
-        for name, module in with_extra_state(self.engine.module):
-            if name in self.objects["extra_state"]:
-                module.set_extra_state(self.objects["extra_state"][name])
 
     def apply_settings(self) -> None:
-        """Change param groups and scheduler, or nothing."""
+        """Change param groups, scheduler and extra state, or nothing."""
         before = [dict(group) for group in self._groups]
+        schedule = dict(vars(self.engine.lr_scheduler)) if self.wanted.scheduler else {}
+        extra: list[tuple[nn.Module, Any]] = []
         try:
             if self.wanted.optimizer:
                 for group, saved in zip(self._groups, self.objects["optimizer"]["groups"], strict=True):
                     group.update(saved)
             if self.wanted.scheduler:
                 self.engine.lr_scheduler.load_state_dict(self.objects["scheduler"]["state"])
+            for name, module in with_extra_state(self.engine.module):
+                if name in self.objects["extra_state"]:
+                    extra.append((module, module.get_extra_state()))
+                    module.set_extra_state(self.objects["extra_state"][name])
         except Exception:
             for group, old in zip(self._groups, before, strict=True):
                 group.update(old)
+            if self.wanted.scheduler:
+                vars(self.engine.lr_scheduler).update(schedule)
+            for module, state in extra:
+                with contextlib.suppress(Exception):  # what it refuses it may refuse again
+                    module.set_extra_state(state)
             raise
 
     def _stretches(self) -> list[Stretch]:

@@ -79,6 +79,11 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
         with pytest.raises(swapio.StorageError, match=r"zero_pp_rank_1_mp_rank_00_optim_states\.pt.* it is damaged"):
             engine.load_checkpoint(tmp_path / "cut")
         assert all(torch.equal(t, before[n]) for n, t in snapshot(engine).items())
+        with pytest.raises(swapio.UsageError, match="has no checkpoint 'other'; it has 'global_step3'"):
+            engine.load_checkpoint(directory, "other")
+    for path in (directory, directory / "global_step3"):
+        with pytest.raises(swapio.UsageError, match=r"global_step3 is DeepSpeed's: load it with engine\.load_checkpoint"):
+            swapio.get_fp32_state_dict(path)
     names = r"not in the checkpoint: 'bias', 'weight'; not in the model: 'calls', 'first\.bias'"
     other = swapio.initialize(model=torch.nn.Linear(2, 3), config={"swapio": {"device": "cpu"}})[0]
     with other, pytest.raises(swapio.UsageError, match=names):

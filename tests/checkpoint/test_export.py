@@ -193,3 +193,13 @@ def test_a_bar_after_two_seconds() -> None:
         progress(5, 10)
         progress._bar.refresh()
     assert "exporting" in out.getvalue() and "5/10 bytes" in out.getvalue()
+
+
+def test_nothing_is_trained(tmp_path: Path) -> None:
+    """An empty file was written."""
+    with swapio.initialize(model=make().requires_grad_(False), config={"swapio": {"device": "cpu"}})[0] as engine:
+        engine.save_checkpoint(tmp_path / "saved")
+        with pytest.raises(swapio.UsageError, match="no parameter is trained"):
+            engine.save_16bit_model(tmp_path / "live", exclude_frozen_parameters=True)
+    with pytest.raises(swapio.UsageError, match="no parameter is trained"):
+        export(tmp_path / "saved", tmp_path / "out", trainable_only=True)

@@ -153,6 +153,9 @@ def test_tags(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         for wanted, step in ((None, 2), ("a", 1), ("global_step3", 3)):
             engine.load_checkpoint(tmp_path, wanted)
             assert engine.global_steps == step
+        (tmp_path / "latest").write_bytes(b"\xff")
+        with pytest.raises(swapio.UsageError, match="has no checkpoint '\ufffd'; it has 'a', 'b'"):
+            engine.load_checkpoint(tmp_path)
         (tmp_path / "latest").write_text("d")
         with pytest.raises(swapio.UsageError, match="has no checkpoint 'd'"):
             engine.load_checkpoint(tmp_path)

@@ -20,7 +20,7 @@ from swapio.optim import round_bf16
 from tests.engine.models import smallest_budget
 from tests.ranks import launch
 
-from .work import Snapshot, engine_of, load_and_train, make, rest, same, settings, snapshot, train
+from .work import Net, Snapshot, engine_of, load_and_train, make, rest, same, settings, snapshot, train
 
 PLACES = ("none", "cpu", "nvme")
 
@@ -392,3 +392,53 @@ def test_client_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             tmp_path / "saved",
             r"'client_state' in \S+global_step0 has objects that cannot be made here: .*Own.* define their class",
         )
+
+
+class Refusing(torch.optim.lr_scheduler.LambdaLR):
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        raise ValueError("another version")
+
+
+class Refuses(Net):
+    def set_extra_state(self, state: str) -> None:
+        super().set_extra_state(state)
+        if state == "old":
+            raise ValueError("another version")
+
+
+@pytest.mark.parametrize("what", ["scheduler", "extra state"])
+def test_settings_that_are_refused(tmp_path: Path, what: str) -> None:
+    """The scheduler stayed half-way, and extra state was refused when the weights were loaded already."""
+    torch.manual_seed(0)
+    scheduler: Any = (lambda o: Refusing(o, lambda s: 1 / (s + 1))) if what == "scheduler" else None
+    config = {k: v for k, v in settings(tmp_path).items() if k != "scheduler"}
+    with swapio.initialize(model=Refuses() if what == "extra state" else make(), config=config, lr_scheduler=scheduler)[0] as engine:
+        net: Any = engine.module
+        train(engine, 0, 1)
+        net.note = "old"
+        engine.save_checkpoint(tmp_path / "saved")
+        net.note = "new"
+        train(engine, 1, 3)
+
+        def state() -> Any:
+            return net.note, engine.get_lr(), engine.global_steps, engine.lr_scheduler and engine.lr_scheduler.state_dict()
+
+        before = snapshot(engine), state()
+        with pytest.raises(ValueError, match="another version"):
+            engine.load_checkpoint(tmp_path / "saved")
+        same(snapshot(engine), before[0])
+        assert state() == before[1]
+        train(engine, 3, 4)
+
+
+def test_an_expanded_buffer(tmp_path: Path) -> None:
+    """PyTorch does not write to one, so a load failed when a part was loaded."""
+    found = []
+    for seed in range(2):
+        model = make(seed)
+        model.register_buffer("wide", torch.full((1, 4), float(seed)).expand(3, 4))
+        with engine_of(tmp_path, model=model) as engine:
+            engine.load_checkpoint(tmp_path) if seed else engine.save_checkpoint(tmp_path)
+            found.append(snapshot(engine))
+    same(*found)
