@@ -356,10 +356,13 @@ def test_other_param_groups(tmp_path: Path) -> None:
         return swapio.initialize(model=model, optimizer=optimizer, config=config)[0]
 
     with engine_with(0, turned=False) as engine:
+        engine.optimizer.param_groups[0]["param_names"] = ["of the one before"]  # where PyTorch keeps those it was given
         train(engine, 0, 2)
         engine.save_checkpoint(tmp_path / "saved")
     with engine_with(5, turned=False) as engine:
+        engine.optimizer.param_groups[0]["param_names"] = ["of this run"]
         engine.load_checkpoint(tmp_path / "saved")
+        assert engine.optimizer.param_groups[0]["param_names"] == ["of this run"]
     with engine_with(5, turned=True) as engine:
         train(engine, 0, 1)
         refused(engine, tmp_path / "saved", r"other param groups have 'blocks\.0\.0\.bias', .* give the same groups, or pass load_opt")
