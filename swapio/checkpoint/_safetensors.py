@@ -105,7 +105,8 @@ class SafetensorsWriter:
         Raises:
             StorageError: no room.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with _named(self.folder, self.folder.name, self.nbytes):
+            self.folder.mkdir(parents=True, exist_ok=True)
         for name, header in self._headers.items():
             path = self.folder / (name + _TEMPORARY)
             with _named(path, name, self._sizes[name]), path.open("wb") as file:
@@ -136,6 +137,10 @@ class SafetensorsWriter:
 
     def publish(self) -> None:
         """Give the files their names, and remove those of another export."""
+        with _named(self.folder, self.folder.name, self.nbytes):
+            self._publish()
+
+    def _publish(self) -> None:
         index = f"{self._filename}.index.json"
         kept = {*self._headers}
         for name in self._headers:
@@ -155,7 +160,8 @@ class SafetensorsWriter:
     def abandon(self) -> None:
         """Remove what was written."""
         for name in self._headers:
-            (self.folder / (name + _TEMPORARY)).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what went wrong before says more
+                (self.folder / (name + _TEMPORARY)).unlink()
 
 
 class SafetensorsFolder:

@@ -124,7 +124,7 @@ def _optimizer_state(engine: Engine, state: PortableState) -> dict[str, Any] | N
     return {
         "fields": list(state.fields),
         "state_dtype": engine._stepper.spec.state_dtype,
-        "groups": [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups],
+        "groups": [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in engine.optimizer.param_groups],
         "members": {name: unit.groups[slot.index] for unit, slot, name in state.params() if slot.trained},  # the group of each
         "num_updates": {name: counts[unit][slot.index] for unit, slot, name in state.params() if slot.trained},
     }

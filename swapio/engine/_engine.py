@@ -544,7 +544,7 @@ class Engine(nn.Module):
 
         Saving in the background, what a step is about to change is saved before, so the checkpoint is that of this call. It gets its name
         at the first step that finds it written, in `wait_for_checkpoint`, in the next save or load, or in `close`; there too a failure is
-        raised. Writes to weights by yourself must wait for it.
+        raised, by a step when it is whole. Writes to weights by yourself must wait for it.
 
         Args:
             tag: default `global_step{N}`.
@@ -558,7 +558,8 @@ class Engine(nn.Module):
             True, as DeepSpeed's does.
 
         Raises:
-            UsageError: a tag that is no name, or another one on another rank; StorageError: no room, or another fault of the drive.
+            UsageError: a tag that is no name, another one on another rank, or that of something that is no checkpoint; `client_state` that
+                cannot be pickled. StorageError: no room, or another fault of the drive.
         """
         self._check()
         self.wait_for_checkpoint()

@@ -203,3 +203,14 @@ def test_nothing_is_trained(tmp_path: Path) -> None:
             engine.save_16bit_model(tmp_path / "live", exclude_frozen_parameters=True)
     with pytest.raises(swapio.UsageError, match="no parameter is trained"):
         export(tmp_path / "saved", tmp_path / "out", trainable_only=True)
+
+
+def test_where_nothing_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "out").touch()
+    (tmp_path / "other" / "model.safetensors").mkdir(parents=True)
+    with engine_of(tmp_path) as engine:
+        for out, said in (("out", "write of 'out' failed: File exists"), ("other", "write of 'other' failed: Is a directory")):
+            with pytest.raises(swapio.StorageError, match=said):
+                engine.save_16bit_model(tmp_path / out)
+        assert [p.name for p in (tmp_path / "other").iterdir()] == ["model.safetensors"]
+        train(engine, 0, 1)

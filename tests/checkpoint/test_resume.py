@@ -355,10 +355,13 @@ def test_other_param_groups(tmp_path: Path) -> None:
         return swapio.initialize(model=model, optimizer=optimizer, config=config)[0]
 
     with engine_with(0, turned=False) as engine:
+        engine.optimizer.param_groups[0]["param_names"] = ["of the one before"]  # where PyTorch keeps those it was given
         train(engine, 0, 2)
         engine.save_checkpoint(tmp_path / "saved")
     with engine_with(5, turned=False) as engine:
+        engine.optimizer.param_groups[0]["param_names"] = ["of this run"]
         engine.load_checkpoint(tmp_path / "saved")
+        assert engine.optimizer.param_groups[0]["param_names"] == ["of this run"]
     with engine_with(5, turned=True) as engine:
         train(engine, 0, 1)
         refused(engine, tmp_path / "saved", r"other param groups have 'blocks\.0\.0\.bias', .* give the same groups, or pass load_opt")
@@ -413,14 +416,15 @@ def test_settings_that_are_refused(tmp_path: Path, what: str) -> None:
     scheduler: Any = (lambda o: Refusing(o, lambda s: 1 / (s + 1))) if what == "scheduler" else None
     config = {k: v for k, v in settings(tmp_path).items() if k != "scheduler"}
     with swapio.initialize(model=Refuses() if what == "extra state" else make(), config=config, lr_scheduler=scheduler)[0] as engine:
+        net: Any = engine.module
         train(engine, 0, 1)
-        engine.module.note = "old"
+        net.note = "old"
         engine.save_checkpoint(tmp_path / "saved")
-        engine.module.note = "new"
+        net.note = "new"
         train(engine, 1, 3)
 
         def state() -> Any:
-            return engine.module.note, engine.get_lr(), engine.global_steps, engine.lr_scheduler and engine.lr_scheduler.state_dict()
+            return net.note, engine.get_lr(), engine.global_steps, engine.lr_scheduler and engine.lr_scheduler.state_dict()
 
         before = snapshot(engine), state()
         with pytest.raises(ValueError, match="another version"):
