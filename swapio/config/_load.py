@@ -219,6 +219,8 @@ class _Loading:
             why = f"{named!r} is not supported yet, or no update that treats each element alone" if named else "missing"
             if reason := REFUSED_OPTIMIZERS.get(str(named).lower()):
                 why = f"{named!r} is not supported: {reason}"
+            elif near := difflib.get_close_matches(str(named).lower(), OPTIMIZERS, n=1):
+                why += f'; did you mean "{OPTIMIZERS[near[0]][0]}"'
             known = ", ".join(f'"{name}"' for name, _ in OPTIMIZERS.values())
             raise ConfigError(f"optimizer.type: {why}; use one of {known}", key="optimizer.type", value=named)
         kind, model = OPTIMIZERS[named.lower()]

@@ -101,7 +101,11 @@ class Engine(nn.Module):
         return self.manager.device.torch_device
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
+        """The module's forward.
+
+        Raises:
+            UsageError: PyTorch refused an input whose dtype is not that of the 16-bit weights.
+        """
         self._check()
         depth = self.zero.depth
         try:
@@ -109,8 +113,19 @@ class Engine(nn.Module):
         except _BROKEN:
             self._failed = True
             raise
+        except RuntimeError as error:
+            if "type" in str(error):  # PyTorch words it in many ways
+                self._check_inputs([*args, *kwargs.values()], error)
+            raise
         finally:
             self.zero.close_windows(depth)  # an interrupt skips the hooks that would
+
+    def _check_inputs(self, inputs: list[Any], error: RuntimeError) -> None:
+        """After an `error` about dtypes: say which one the inputs must have."""
+        weights, _ = self.get_data_types()
+        found = next((t.dtype for t in inputs if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype is not weights), None)
+        if found is not None and weights is not torch.float32:
+            raise UsageError(f"an input is {found}, but the weights are {weights}: convert it, x.to({weights}) ({error})") from error
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """What to call `backward()` on instead of `engine.backward(loss)`: the mean over micro-batches, times the loss scale."""

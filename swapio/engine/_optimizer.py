@@ -33,6 +33,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             delegate._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         inner.step = delegate  # type: ignore[method-assign]
         inner.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        inner.add_param_group = self.add_param_group  # type: ignore[method-assign]
 
     def stepped(self) -> None:
         """Tell schedulers, which warn when they are stepped before the optimizer."""

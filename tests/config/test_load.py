@@ -324,6 +324,7 @@ def test_types_with_the_defaults_of_pytorch(name: str) -> None:
         ({}, "optimizer.type", "missing"),
         ({"params": {"lr": 1.0}}, "optimizer.type", "missing"),
         ({"type": "Lion"}, "optimizer.type", "'Lion' is not supported yet"),
+        ({"type": "AdmW"}, "optimizer.type", "'AdmW' .*; did you mean \"AdamW\"; use one of"),
         ({"type": 3}, "optimizer.type", "3"),
         ({"type": "AdamW", "params": {"weight_deacy": 0.1}}, "optimizer.params.weight_deacy", "'optimizer.params.weight_decay'"),
         ({"type": "AdamW", "params": {"learning_rate": 0.1}}, "optimizer.params.learning_rate", "did you mean 'optimizer.params.lr'"),

@@ -408,8 +408,20 @@ def test_the_optimizer_given_is_the_engines(tmp_path: Path) -> None:
             optimizer.zero_grad()
             losses.append(loss.item())
         check_same((losses, models.values(model)), train_plain(make()))
-        with pytest.raises(swapio.UsageError):
-            optimizer.add_param_group({"params": []})
+        for either in (optimizer, given):  # with the one given it was once silent, and the group never trained
+            with pytest.raises(swapio.UsageError, match="param groups are fixed"):
+                either.add_param_group({"params": []})
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.Conv1d(4, 4, 1), nn.LayerNorm(4)])
+def test_an_input_of_another_dtype_is_named(tmp_path: Path, layer: nn.Module) -> None:
+    x = torch.randn(4, 4)
+    with swapio.initialize(model=layer, config=config(tmp_path, dtype="bf16"))[0] as engine:
+        engine(x.bfloat16())
+        with pytest.raises(swapio.UsageError, match=r"an input is torch\.float32, but the weights are torch\.bfloat16: convert it"):
+            engine(x)
+        with pytest.raises(RuntimeError, match=r"shapes|channels|normalized"):
+            engine(torch.randn(3, 3, dtype=torch.bfloat16))
 
 
 def test_placeholders_keep_no_memory() -> None:
