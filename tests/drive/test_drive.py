@@ -290,7 +290,7 @@ def test_paths_that_cannot_be_measured(tmp_path: Path) -> None:
 
 
 def test_advice_is_no_plan_that_has_no_room_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(MiB, 0, MiB))  # type: ignore[attr-defined]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(MiB, 0, MiB))
     for plan in (QUICK, STANDARD):
         with pytest.raises(ConfigError, match="free some, or give another directory"):
             run_bench(tmp_path, plan=plan)
