@@ -429,9 +429,8 @@ class Unit:
         grads, _ = self.take_grads()
         if grads is not None:
             self.zero.drop_grads(self, grads)
-        if self.zero.plain_grads:
-            for param in self.params:
-                set_raw_grad(param, None)
+        for param in self.params:  # the user's own, or what an interrupt left there between autograd and `take_grad`
+            set_raw_grad(param, None)
 
     # --- the end ---
 

@@ -462,6 +462,16 @@ def test_an_interrupt_never_leaves_placeholders_for_weights(tmp_path: Path) -> N
         signal.signal(signal.SIGALRM, old)
 
 
+def test_zero_grad_drops_what_an_interrupt_left(tmp_path: Path) -> None:
+    """An interrupt between autograd and the hook left a gradient in the parameter, and the next one was added to it."""
+    with swapio.initialize(model=make(), config=config(tmp_path))[0] as engine:
+        weight = engine.module.get_parameter("blocks.1.fc1.weight")
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.Tensor.grad.__set__(weight, torch.ones(weight.shape))  # type: ignore[attr-defined]
+        engine.zero_grad()
+        check_same(train(engine, steps=2), train_plain(make(), steps=2))
+
+
 def test_copies_are_free_of_the_engine(tmp_path: Path) -> None:
     engine = swapio.initialize(model=make(), config=config(tmp_path))[0]
     clone = copy.deepcopy(engine.module)
