@@ -101,7 +101,7 @@ def bandwidth(path: str, *, nbytes: int, read_share: float, point_nbytes: int = 
     `beside` is what both give at once: fio's bandwidth while all cores multiply matrices, and the speed of that, of what it is alone. On
     a virtual machine it may be half: whoever serves its drive takes the time from its cores.
 
-    Writes the file once, and the share of writes of `point_nbytes` and of the ramp per setting and round. None where fio is not installed.
+    Writes the file once, and the share of writes of at most twice `point_nbytes` per setting and round. None where fio is not installed.
     """
     from swapio.drive import DriveFile, Setting, fio_run, fio_version
     from swapio.io import aligned_buffer
@@ -115,8 +115,9 @@ def bandwidth(path: str, *, nbytes: int, read_share: float, point_nbytes: int = 
 
     def speed(setting: Setting, nbytes: int) -> float:
         expected = statistics.median(found[setting] or [fill_bytes_per_s])
+        ramp_nbytes = min(round(ramp_s * expected), nbytes)
         read, written, seconds = fio_run(
-            file, setting, "mix", nbytes=nbytes, read_share=read_share, ramp_nbytes=round(ramp_s * expected), bytes_per_s=expected
+            file, setting, "mix", nbytes=nbytes, read_share=read_share, ramp_nbytes=ramp_nbytes, bytes_per_s=expected
         )
         return (read + written) / seconds
 

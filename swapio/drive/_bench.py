@@ -16,6 +16,7 @@ import errno
 import math
 import os
 import random
+import resource
 import shutil
 import statistics
 import tempfile
@@ -384,6 +385,10 @@ def check_room(directory: str | os.PathLike[str], file_nbytes: int) -> None:
         ConfigError: no file can be made there, or not one of `file_nbytes` for each backend.
     """
     check_directory(directory)
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY and limit < file_nbytes:
+        wrong = f"files may have at most {format_nbytes(limit)}, {format_nbytes(file_nbytes)} are needed"
+        raise ConfigError(f"{os.fspath(directory)}: {wrong}; raise the limit: ulimit -f unlimited", key="path")
     room = shutil.disk_usage(directory).free
     need, least = (len(FILE_BACKENDS) * nbytes + KEPT_FREE_NBYTES for nbytes in (file_nbytes, QUICK.file_nbytes))
     if room < need:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -295,6 +296,16 @@ def test_advice_is_no_plan_that_has_no_room_either(tmp_path: Path, monkeypatch: 
         with pytest.raises(ConfigError, match="free some, or give another directory"):
             run_bench(tmp_path, plan=plan)
     with pytest.raises(ConfigError, match=r"1.0 MiB are free, 1.4 GiB are needed"):  # it filled the drive with the file of one backend
+        run_tune(tmp_path)
+
+
+def test_a_limit_of_file_sizes_is_told_with_how_to_raise_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was the same refusal of each backend in one line."""
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (MiB, resource.RLIM_INFINITY))
+    wrong = r"files may have at most 1.0 MiB, 128.0 MiB are needed; .*ulimit -f unlimited"
+    with pytest.raises(ConfigError, match=wrong):
+        run_bench(tmp_path, plan=QUICK)
+    with pytest.raises(ConfigError, match=wrong):
         run_tune(tmp_path)
 
 
