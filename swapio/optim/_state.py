@@ -39,9 +39,10 @@ SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", 
 
 _PERIOD = 1 << 14  # 64 KiB of a table at a time: it stays in the cache
 # As in _split.py, numbers are tensors: making one of a Python number costs more than using it.
-_HALF = torch.tensor(0.5, device="cpu")
+_HALF = torch.tensor(0.5, dtype=torch.float32, device="cpu")
 _SHIFT, _ULPS, _MASK = (torch.tensor(number, dtype=torch.int32, device="cpu") for number in (16, 4, -8))
-_LEVELS = {False: torch.tensor(127.0, device="cpu"), True: torch.tensor(255.5, device="cpu")}  # the largest value is so many scales
+_SIGNED_LEVELS, _ROOT_LEVELS = (torch.tensor(number, dtype=torch.float32, device="cpu") for number in (127.0, 255.5))
+_LEVELS = {False: _SIGNED_LEVELS, True: _ROOT_LEVELS}  # the largest value is so many scales
 _LEAST_SCALE = {False: 2.0**-45, True: 2.0**-49}
 
 
