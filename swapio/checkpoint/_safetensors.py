@@ -72,6 +72,8 @@ class SafetensorsWriter:
     def __init__(
         self, folder: Path, entries: Sequence[Entry], *, ties: Mapping[str, str], filename: str = "model.safetensors", max_shard_nbytes: int
     ) -> None:
+        if max_shard_nbytes < 1:
+            raise UsageError(f'max_shard_size: {max_shard_nbytes} bytes hold no tensor; use for example "5GB"')
         self.folder = folder
         self._filename = filename
         self.nbytes = sum(e.nbytes for e in entries)

@@ -17,7 +17,7 @@ from typing import Self
 
 from ..errors import ClosedError, ConfigError
 from ..spec import PAGE_NBYTES
-from ._storage import Storage
+from ._storage import MAX_TRANSFER_NBYTES, Storage
 
 __all__ = ["Done", "IOThreads"]
 
@@ -67,6 +67,11 @@ class IOThreads:
         if block_nbytes < align or block_nbytes % align:
             raise ConfigError(
                 f"aio.block_size: {block_nbytes} is no multiple of {align} bytes; use for example 4194304", key="aio.block_size"
+            )
+        if block_nbytes > MAX_TRANSFER_NBYTES:
+            raise ConfigError(
+                f"aio.block_size: one transfer of {block_nbytes} bytes is more than {MAX_TRANSFER_NBYTES}; use for example 4194304",
+                key="aio.block_size",
             )
         if queue_depth < 1:
             wrong = f"aio.queue_depth: {queue_depth} moves nothing; use for example 4"

@@ -131,6 +131,8 @@ def test_the_format(tmp_path: Path) -> None:
         "nothing": torch.empty(0, 3),
     }
     entries = [Entry(n, t.dtype, tuple(t.shape)) for n, t in tensors.items()]
+    with pytest.raises(swapio.UsageError, match="max_shard_size: 0 bytes"):
+        SafetensorsWriter(tmp_path, entries, ties={}, max_shard_nbytes=0)
     writer = SafetensorsWriter(tmp_path, entries, ties={"other": "scalar"}, max_shard_nbytes=1000)
     writer.create()
     for name, tensor in tensors.items():

@@ -87,6 +87,12 @@ def test_several_paths_are_striped(tmp_path: Path) -> None:
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
 
 
+def test_one_directory_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    with caplog.at_level(logging.WARNING, "swapio"), open_storage([tmp_path, tmp_path / "link"]):
+        assert f"{tmp_path} is given more than once" in caplog.text
+
+
 @pytest.mark.skipif(filesystem_of(SHM).type != "tmpfs", reason="/dev/shm is no tmpfs")
 def test_tmpfs_is_memory_and_said_to_be(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "swapio"), open_storage([SHM]) as storage:

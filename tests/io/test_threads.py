@@ -186,7 +186,7 @@ def test_a_failing_callback_does_not_stop_the_thread(caplog: pytest.LogCaptureFi
     assert io.close(TIMEOUT_S)
 
 
-@pytest.mark.parametrize("wrong", [{"block_nbytes": 1000}, {"block_nbytes": 0}, {"queue_depth": 0}])
+@pytest.mark.parametrize("wrong", [{"block_nbytes": 1000}, {"block_nbytes": 0}, {"block_nbytes": 1 << 31}, {"queue_depth": 0}])
 def test_what_cannot_work_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="use for example"):
         IOThreads(MemoryStorage(), **wrong)
