@@ -48,8 +48,8 @@ def open_storage(paths: Sequence[str | os.PathLike[str]], *, backend: str = "aut
         memory.choice = Choice("memory", "it was asked for" if backend == "memory" else "no path was given", "memory")
         return ChecksummedStorage(memory) if checksums else memory
     directories = [os.path.realpath(path) for path in paths]
-    for path in {path for path in directories if directories.count(path) > 1}:
-        _log.warning("%s is given more than once: a drive is no faster for that; give each drive once", path)
+    for twice in {directory for directory in directories if directories.count(directory) > 1}:
+        _log.warning("%s is given more than once: a drive is no faster for that; give each drive once", twice)
     with contextlib.ExitStack() as undo:
         members: list[Storage] = []
         for path in paths:
