@@ -20,7 +20,20 @@ import torch
 
 from bench._models import PRESETS, Shape, bf16_product
 
-__all__ = ["DTYPES", "add_flags", "age_s", "batches", "io_nbytes", "peak_rss", "rss", "run_steps", "say", "shape_of", "summary"]
+__all__ = [
+    "DTYPES",
+    "add_flags",
+    "age_s",
+    "batches",
+    "io_nbytes",
+    "peak_rss",
+    "reset_peak",
+    "rss",
+    "run_steps",
+    "say",
+    "shape_of",
+    "summary",
+]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -75,6 +88,11 @@ def rss() -> int:
 def peak_rss() -> int:
     """The most bytes resident; unlike `ru_maxrss` without those of the process that started this one."""
     return _status("VmHWM")
+
+
+def reset_peak() -> None:
+    """Let `peak_rss` begin anew."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def batches(shape: Shape, batch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

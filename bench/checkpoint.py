@@ -28,7 +28,7 @@ import torch
 import swapio
 from bench._models import GPT
 from bench._run import Cells, save, settle
-from bench._steps import add_flags, batches, peak_rss, shape_of
+from bench._steps import add_flags, batches, peak_rss, reset_peak, shape_of
 from swapio.checkpoint import export
 
 MIB = 2**20
@@ -44,11 +44,6 @@ class Part:
     nbytes: int
     above: int  # bytes of peak memory above training
     copy_s: float | None = None
-
-
-def reset_peak() -> None:
-    """Let `peak_rss` begin anew."""
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def forget(path: Path) -> None:

@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -64,21 +63,12 @@ def paper(stage: int, ranks: int) -> float:
 # --- one rank ---
 
 
-def peak_rss() -> int:
-    """The most that this process took since `forget_peak`."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return int(found[1]) * 1024 if found else 0
-
-
-def forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
 def train(case: Mapping[str, Any], rank: int, nvme_path: str) -> Result:
     """A run of one rank."""
     import torch
 
     import swapio
+    from bench._steps import peak_rss, reset_peak
     from swapio.cli.gpt import GPT, GPTConfig
 
     ranks, shape = case["ranks"], GPTConfig(**case["shape"])
@@ -97,7 +87,7 @@ def train(case: Mapping[str, Any], rank: int, nvme_path: str) -> Result:
         storages[storage.data_ptr()] = storage.nbytes()
         return tensor.detach()  # keeps the storage, so that no other gets its address
 
-    forget_peak()
+    reset_peak()
     torch.manual_seed(0)
     model = GPT(shape)
     numel = sum(p.numel() for p in model.parameters())

@@ -202,17 +202,22 @@ def test_a_step_that_raises_what_failed_is_whole(tmp_path: Path, monkeypatch: py
         assert (engine.get_lr(), engine.micro_steps, engine.global_steps) == want[1:]
 
 
+def fail_to_hand_over(monkeypatch: pytest.MonkeyPatch, gate: Gate, error: BaseException) -> None:
+    """Let what is copied next, for a save in the background, fail; the save goes on then."""
+
+    def fail(*_: Any) -> None:
+        gate.open.set()
+        raise error
+
+    monkeypatch.setattr("swapio.zero._snapshot.copied", fail)
+
+
 def test_what_a_step_cannot_hand_over(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is raised after the step; whoever waited for the end did so for ever."""
     with engine_of(tmp_path) as engine:
         engine.save_checkpoint(tmp_path / "saved", async_save=True)
         assert gate.stuck.wait(20)
-
-        def no_room(*_: Any) -> None:
-            gate.open.set()
-            raise swapio.BudgetError("no room")
-
-        monkeypatch.setattr("swapio.zero._snapshot.copied", no_room)
+        fail_to_hand_over(monkeypatch, gate, swapio.BudgetError("no room"))
         train(engine, 0, 1)
         with pytest.raises(swapio.BudgetError, match="no room"):
             engine.wait_for_checkpoint()
@@ -228,12 +233,7 @@ def test_interrupted_while_it_is_waited_for(tmp_path: Path, gate: Gate, monkeypa
     with engine_of(tmp_path) as engine:
         engine.save_checkpoint(tmp_path / "saved", async_save=True)
         assert gate.stuck.wait(20)
-
-        def interrupted(*_: Any) -> None:
-            gate.open.set()
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr("swapio.zero._snapshot.copied", interrupted)
+        fail_to_hand_over(monkeypatch, gate, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             engine.wait_for_checkpoint()
         monkeypatch.undo()
