@@ -34,7 +34,7 @@ _PUT_TAGS = 1 << 29  # apart from those of answers, which are numbered by who as
 _FOREVER = datetime.timedelta(days=3650)
 _MESSAGE_NBYTES = 1024
 _PLACE_NBYTES = 96
-_HASTE_S = 2.0  # for a goodbye when nothing else is waited for
+_HASTE_S = 2.0  # when nothing else is waited for
 _OPEN: weakref.WeakSet[Ranks] = weakref.WeakSet()
 
 
@@ -220,7 +220,6 @@ class Ranks:
         if self._closed or self.alone:
             return
         self._closed = True
-        _OPEN.discard(self)
         if self._thread is None:  # initialize failed here: whoever goes on shall be told, and goodbyes need a listener
             self.serve(_Nobody())
         goodbye = torch.tensor([_BYE, 0, 0, 0])
@@ -235,12 +234,21 @@ class Ranks:
                 missing = sorted(set(self.others) - self._ended)
                 logger.warning("ranks %s have not closed their engine within %s s; they cannot be served any more", missing, self.timeout_s)
 
+    def leave(self) -> None:
+        """Close as the process ends. A thread that came back from a wait while Python goes down would end it by `std::terminate`."""
+        self.close(wait=False)
+        if self._thread is not None:
+            self._thread.join(min(self.timeout_s, _HASTE_S))
+
     def _one_ended(self) -> None:
         """The serving thread is through, or `close` has said goodbye: whoever is second closes the sockets."""
         with self._ending:
             self._num_ended += 1
-            if self._num_ended < 2 or not dist.is_initialized():
+            if self._num_ended < 2:
                 return
+        _OPEN.discard(self)
+        if not dist.is_initialized():
+            return
         for group in self._groups:
             with contextlib.suppress(RuntimeError, ValueError):  # its ranks are gone
                 dist.destroy_process_group(group)
@@ -315,7 +323,7 @@ def _first_line(error: BaseException) -> str:
 
 def _close_all() -> None:
     for ranks in list(_OPEN):
-        ranks.close(wait=False)
+        ranks.leave()
 
 
 atexit.register(_close_all)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 
 import pytest
@@ -32,12 +33,17 @@ def fail_everywhere(rank: int, path: str) -> list[float]:
 
 def fail_on_one(rank: int, path: str) -> str:
     settings = config(path) | {"train_batch_size": 4}
+    told = Path(path) / "told"
     try:
         engine = swapio.initialize(model=make(), config=with_budget(settings, 4096 if rank else 1 << 30))[0]
         engine(*batch(0))
     except (swapio.BudgetError, swapio.RankError) as error:
         if not rank:
             engine.abandon()
+            told.touch()
+        give_up = time.monotonic() + 60
+        while not told.exists() and time.monotonic() < give_up:  # a rank that is gone has no answer
+            time.sleep(0.01)
         return f"{type(error).__name__}: {error}"
     raise AssertionError("nobody noticed")
 
