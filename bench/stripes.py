@@ -1,7 +1,7 @@
 """Two drives of unequal speed as one: what they give together, and who got which bytes.
 
     python bench/stripes.py --nvme-path /mnt/nvme0                  # both directories there, slowed down to 300 and 100 MB/s
-    python bench/stripes.py --nvme-path /mnt/nvme0 /mnt/nvme1 --speeds 0 0   # two drives as they are
+    python bench/stripes.py --nvme-path /mnt/nvme0 --second-path /mnt/nvme1 --speeds 0 0   # two drives as they are
     python bench/stripes.py --tiny --nvme-path /mnt/nvme0           # for the tests
 
 A drive is slowed down by holding each transfer until the drive would have ended it at that speed. The shares follow the speeds that are
@@ -10,18 +10,16 @@ measured when the store is opened.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import queue
 import statistics
+import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
+from bench._run import Cells, front_parser, save
 from swapio.io import DirectStorage, IOThreads, Some, Storage, StripedStorage, WrapperStorage, aligned_buffer, measure_speeds
-from swapio.report import machine
 
 
 class Slow(WrapperStorage):
@@ -76,39 +74,37 @@ def throughput(storage: Storage, action: str, nbytes: int) -> float:
     return speed
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nvme-path", nargs="+", default=["."])
+def main(argv: list[str]) -> int:
+    parser = front_parser(__doc__)
+    parser.add_argument("--second-path", help="default: the same as --nvme-path")
     parser.add_argument("--speeds", nargs=2, type=float, default=(300.0, 100.0), help="MB/s of the two")
     parser.add_argument("--nbytes", type=int, default=512 << 20)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--tiny", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.tiny:
         args.nbytes, args.repeats = 16 << 20, 1
-    paths = (args.nvme_path * 2)[:2]
-    result: dict[str, Any] = {"machine": machine(), "options": {k: str(v) for k, v in vars(args).items()}, "runs": []}
+    runs: list[dict[str, Any]] = []
+    rows: Cells = [("", "together, of the sum of both", "share of the first", "by its speed")]
     for action in ("read", "write"):
-        ratios, shares, ideals = [], [], []
         for _ in range(args.repeats):
+            paths = args.nvme_path, args.second_path or args.nvme_path
             members = [Slow(DirectStorage(p), 1e6 * s) for p, s in zip(paths, args.speeds, strict=True)]
             alone = [throughput(m, action, args.nbytes // 4) for m in members]
             with StripedStorage(members, weights=measure_speeds(members)) as striped:
                 for member in members:
                     member.moved_nbytes = 0
                 together = throughput(striped, action, args.nbytes)
-            ratios.append(together / sum(alone))
-            shares.append(members[0].moved_nbytes / sum(m.moved_nbytes for m in members))
-            ideals.append(alone[0] / sum(alone))
-            result["runs"].append({"action": action, "alone": alone, "together": together, "share_of_first": shares[-1]})
-        print(
-            f"{action}: together {statistics.median(ratios):.1%} of the sum of both alone; the first got {statistics.median(shares):.1%} "
-            f"of the bytes, by its speed {statistics.median(ideals):.1%}"
-        )
-    if args.out:
-        (args.out / "stripes.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            share = members[0].moved_nbytes / sum(m.moved_nbytes for m in members)
+            runs.append({
+                "action": action, "alone_bytes_per_s": alone, "together_bytes_per_s": together, "ratio": together / sum(alone),
+                "share_of_first": share, "speed_of_first": alone[0] / sum(alone),
+            })  # fmt: skip
+        of_action = [r for r in runs if r["action"] == action]
+        medians = (statistics.median(r[name] for r in of_action) for name in ("ratio", "share_of_first", "speed_of_first"))
+        rows.append((action, *(f"{m:.1%}" for m in medians)))
+    save("stripes", args, argv, {"two drives as one": rows}, runs)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main(sys.argv[1:]))

@@ -8,31 +8,47 @@ Prints one line of JSON, with the fields of DeepSpeed's side (`_deepspeed.py`): 
 `step_io_read_write_bytes` (by /proc/self/io), `peak_rss`, `initialize_s`, and the medians of all steps but the first. The run is a process
 of its own, with the settings of malloc that `--malloc` names (`_run.MALLOC`) and OpenMP threads that do not spin (`_run.environment`).
 `--fio` measures the bandwidth before and after, on a file as large as the swap file, which it writes: `of_bandwidth` is bytes moved per
-second over the mean of both. All other flags are the worker's: `python bench/_train.py --help`.
+second over the mean of both. `--forecast` runs `swapio bench` before and after: `of_forecast` is seconds per step over the mean of what it
+foretells. All other flags are the worker's: `python bench/_train.py --help`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from typing import Any
 
 from bench._run import MALLOC, TINY, Cells, bandwidth, front_parser, save, train
 from bench._steps import shape_of
 from bench._train import worker_parser
+from swapio.drive import QUICK, STANDARD, STATES, forecast, run_bench
+from swapio.drive import TINY as TINY_PLAN
 
-STATE_NBYTES = {"fp32": (14, 12), "bf16": (10, 8), "int8": (8, 6)}
-"""Bytes read and written per parameter and step with 16-bit weights, nothing kept."""
+PLANS = {"quick": QUICK, "standard": STANDARD}
+
+STATES_BY_DTYPE = {"fp32": "bf16, fp32 moments", "bf16": "bf16, bf16 moments", "int8": "bf16, 8-bit moments"}
+"""How `swapio bench` calls 16-bit weights with moments of a dtype."""
 
 
 def measure(args: argparse.Namespace, options: list[str]) -> dict[str, Any]:
     """The run, with fio around it."""
     flags = worker_parser().parse_args(options)
-    read, written = STATE_NBYTES[flags.state_dtype or "fp32"]
-    nbytes = args.fio_mib << 20 or written * shape_of(flags).num_params
+    num_params, state = shape_of(flags).num_params, STATES_BY_DTYPE[flags.state_dtype or "fp32"]
+    read, written = STATES[state]
+    nbytes = args.fio_mib << 20 or written * num_params
+
+    def foretold_s() -> float:
+        mix = run_bench(args.nvme_path, plan=TINY_PLAN if args.tiny else PLANS[args.forecast])["best"]["mix_bytes_per_s"]
+        return next(f.seconds_per_step for f in forecast(mix, {"this": num_params}) if f.state == state)
+
     before = bandwidth(args.nvme_path, nbytes=nbytes, read_share=read / (read + written)) if args.fio else None
+    forecasts = [foretold_s()] if args.forecast else []
     result = train(options, malloc=args.malloc)
+    if forecasts:
+        forecasts.append(foretold_s())
+        result |= {"forecast_step_s": forecasts, "of_forecast": result["median_step_s"] / statistics.mean(forecasts)}
     if before is not None and result["moved_nbytes"]:
         after = bandwidth(args.nvme_path, nbytes=nbytes, read_share=result["read_share"])
         both = [b["best_bytes_per_s"] for b in (before, after) if b is not None]
@@ -70,10 +86,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--fio", action="store_true", help="measure the drive before and after; each writes as much as the swap file, and more"
     )
+    parser.add_argument("--forecast", choices=tuple(PLANS), help="how thoroughly; each writes as much as it says")
     parser.add_argument("--fio-mib", type=int, default=0, help="another size of that file")
     args, options = parser.parse_known_args(argv)
     if args.tiny:
-        args.fio, args.fio_mib = True, 16
+        args.fio, args.fio_mib, args.forecast = True, 16, "quick"
         options = [*TINY, "--host-memory=min", *options]
     result = measure(args, [*options, "--nvme-path", args.nvme_path])
     print(json.dumps(result))

@@ -2,7 +2,7 @@
 
 from ._bench import QUICK, STANDARD, TINY, Plan, best_setting, check_room, config_block, run_bench
 from ._fio import fio_run, fio_version
-from ._forecast import Forecast, forecast
+from ._forecast import STATES, Forecast, forecast
 from ._tune import Search, run_tune
 from ._workload import ACTIONS, DriveFile, Sample, Setting, measure
 
@@ -10,6 +10,7 @@ __all__ = [
     "ACTIONS",
     "QUICK",
     "STANDARD",
+    "STATES",
     "TINY",
     "DriveFile",
     "Forecast",

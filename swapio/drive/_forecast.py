@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 __all__ = ["STATES", "Forecast", "forecast"]
 
@@ -28,10 +29,10 @@ class Forecast:
     terabytes_per_1000_steps: float
 
 
-def forecast(mix_bytes_per_s: float) -> list[Forecast]:
-    """From the bandwidth of the mix, in bytes per second."""
+def forecast(mix_bytes_per_s: float, models: Mapping[str, int] = MODELS) -> list[Forecast]:
+    """From the bandwidth of the mix, in bytes per second, for each model (name and number of parameters) and state."""
     return [
         Forecast(model, state, numel * (reads + writes) / mix_bytes_per_s, numel * writes, numel * writes * 1000 / 1e12)
         for state, (reads, writes) in STATES.items()
-        for model, numel in MODELS.items()
+        for model, numel in models.items()
     ]

@@ -26,7 +26,7 @@ READ_SHARE = 14 / 26
 _TIMEOUT_S = 120.0
 _TRANSFER_NBYTES = 1 << 20
 _NUM_PARTS = 16  # at least, of what one measurement moves
-_AHEAD = 2  # transfers beyond those that fill the depth, so that no thread waits for work
+_AHEAD = 2  # transfers beyond one for each thread, so that none waits for work however late a block of another ends
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -191,7 +191,7 @@ def measure(file: DriveFile, setting: Setting, action: str, *, nbytes: int, cont
         cached = cached_nbytes(fd, storage.end)
     timed = _Timed(storage)
     each = transfer_nbytes(setting.block_nbytes, nbytes)
-    num_slots = -(-setting.queue_depth * setting.block_nbytes // each) + _AHEAD
+    num_slots = setting.queue_depth + _AHEAD
     arena = aligned_buffer(num_slots * each)
     np.frombuffer(arena, np.uint8)[::4096] = 1  # so that no page fault is timed
     source = aligned_buffer(each, bytes(content[: setting.block_nbytes]))

@@ -134,9 +134,7 @@ class Prefetcher:
 
         async def bring() -> None:
             try:
-                await self._mover.bring(
-                    record, place, owner=None, demand=False, pin=False, on_room=lambda: self._starting.pop(record, None)
-                )
+                await self._mover.bring(record, place, owner=None, demand=False, pin=False, on_room=got_room)
             except (SwapioError, KeyError):
                 pass  # who uses it meets the error himself
             finally:

@@ -16,9 +16,9 @@ SAYS = {
     "hop.py": "a hit makes no hop, losses near",
     "memory.py": "as the formula says, losses equal",
     "scale.py": "2 sizes trained",
-    "stripes.py": "of the sum of both alone",
+    "stripes.py": "two drives as one",
     "swap.py": "contents equal",
-    "train_step.py": '"lib": "swapio"',
+    "train_step.py": '"of_forecast"',
     "versus_deepspeed.py": "first losses near",
 }
 """What a script prints when its checks held."""
