@@ -27,6 +27,8 @@ class Prefetcher:
 
     def __init__(self, mover: Mover) -> None:
         self._mover = mover
+        self._room = mover.room
+        self._loop = mover.loop
         self._order: Sequence[tuple[Record, Place]] = ()
         self._base = 0  # clock at the first of the order
         self._position = 0  # the next use, on the clock
@@ -36,20 +38,20 @@ class Prefetcher:
         self._nbytes = [0, 0, 0]  # of the window, by place
         self._starting: dict[Record, Place] = {}  # on their way, without memory yet
         self._scheduled = False
-        mover.call(mover.prefetchers.append, self)
+        self._loop.call(self._room.prefetchers.append, self)
 
     def close(self) -> None:
         """Bring nothing any more. Idempotent."""
-        self._mover.call(self._end)
+        self._loop.call(self._end)
 
     def _end(self) -> None:
         self._order = ()
-        if self in self._mover.prefetchers:
-            self._mover.prefetchers.remove(self)
+        if self in self._room.prefetchers:
+            self._room.prefetchers.remove(self)
 
     def follow(self, order: Sequence[tuple[Record, Place]], base: int) -> None:
         """From now on uses come in `order`, again and again, the first at `base` on the clock that `move` and `next_use` tell."""
-        self._mover.call(self._follow, order, base)
+        self._loop.call(self._follow, order, base)
 
     def _follow(self, order: Sequence[tuple[Record, Place]], base: int) -> None:
         self._order, self._base = order, base
@@ -66,7 +68,7 @@ class Prefetcher:
         self._position = position
         if not self._scheduled:
             self._scheduled = True
-            self._mover.call(self._moved)
+            self._loop.call(self._moved)
 
     def _moved(self) -> None:
         self._scheduled = False
@@ -100,22 +102,22 @@ class Prefetcher:
     def _enter(self, record: Record, place: Place) -> None:
         self._window[record] += 1
         if self._window[record] == 1 and record.home is not place:
-            self._nbytes[place] += self._mover.cost(place, record.nbytes)
+            self._nbytes[place] += self._room.cost(place, record.nbytes)
 
     def _leave(self, record: Record, place: Place) -> None:
         self._window[record] -= 1
         if not self._window[record]:
             del self._window[record]
             if record.home is not place:
-                self._nbytes[place] -= self._mover.cost(place, record.nbytes)
+                self._nbytes[place] -= self._room.cost(place, record.nbytes)
 
     def _fits(self, record: Record, place: Place) -> bool:
-        mover = self._mover
-        nbytes = self._nbytes[place] + mover.cost(place, record.nbytes)
-        capacity = mover.capacity(place)
+        room = self._room
+        nbytes = self._nbytes[place] + room.cost(place, record.nbytes)
+        capacity = room.capacity(place)
         if capacity is None:
             return len(self._window) <= 2 or nbytes <= _AHEAD_NBYTES
-        return nbytes <= capacity - (mover.headroom + mover.fixed_nbytes if place is Place.HOST else 0)
+        return nbytes <= capacity - (room.headroom + room.fixed_nbytes if place is Place.HOST else 0)
 
     def _must_come(self, record: Record, place: Place) -> bool:
         if record.removed or record.current[place] or record.busy.locked() or record in self._starting:
@@ -124,9 +126,9 @@ class Prefetcher:
 
     def _has_room(self, record: Record, place: Place) -> bool:
         """Now, after what is needed later has gone."""
-        mover = self._mover
-        nbytes = sum(mover.cost(place, r.nbytes) for r, p in self._starting.items() if p is place) + mover.cost(place, record.nbytes)
-        return mover.has_spare(place, nbytes) or (mover.reclaim(place, nbytes, record, demand=False) and mover.has_spare(place, nbytes))
+        room = self._room
+        nbytes = sum(room.cost(place, r.nbytes) for r, p in self._starting.items() if p is place) + room.cost(place, record.nbytes)
+        return room.has_spare(place, nbytes) or (room.reclaim(place, nbytes, record, demand=False) and room.has_spare(place, nbytes))
 
     def _bring(self, record: Record, place: Place) -> None:
         def got_room() -> None:
@@ -141,4 +143,4 @@ class Prefetcher:
                 got_room()
 
         self._starting[record] = place
-        self._mover.start(bring())
+        self._loop.start(bring())

@@ -235,7 +235,7 @@ class SwapManager:
             with contextlib.suppress(SwapioError):
                 self.remove(record)
             raise
-        return self._transfer(self.mover.settle(record) if self.mover.wants_write_back(record) else _nothing(), f"put of {key!r}")
+        return self._transfer(self.mover.settle(record) if self.mover.room.wants_write_back(record) else _nothing(), f"put of {key!r}")
 
     def create(self, key: str, nbytes: int, *, home: Place = Place.NVME, in_file: Sequence[tuple[int, FilePart]] = ()) -> Record:
         """Add a record of `nbytes` zeros and reserve its place on the drive; no memory is used and nothing is written until it is.
@@ -263,7 +263,7 @@ class SwapManager:
         record = Record(key, nbytes, home, spec, None, asyncio.Lock(), in_file)
         if home is Place.NVME:
             record.extent = self.storage.reserve(record.own_nbytes, name=key)
-        self.mover.count(record, 1)
+        self.mover.room.count(record, 1)
         return record
 
     def _register(self, record: Record) -> bool:
@@ -388,19 +388,19 @@ class SwapManager:
         self.mover.raise_failed()
         lease = self.arena.try_lease(nbytes, name=name)
         if lease is not None:
-            self.mover.scratch[id(lease)] = (owner, lease)
-            self.mover.count_scratch(lease, 1)
+            self.mover.room.scratch[id(lease)] = (owner, lease)
+            self.mover.room.count_scratch(lease, 1)
             return lease
         start = time.perf_counter()
         try:
-            transfer: Transfer[Lease] = self._transfer(self.mover.lease(name, nbytes, owner), f"memory for {name}")
+            transfer: Transfer[Lease] = self._transfer(self.mover.room.lease(name, nbytes, owner), f"memory for {name}")
             return transfer.wait()
         finally:
             self.add_stall(time.perf_counter() - start)
 
     def end_lease(self, lease: Lease) -> None:
-        if self.mover.scratch.pop(id(lease), None) is not None:
-            self.mover.count_scratch(lease, -1)
+        if self.mover.room.scratch.pop(id(lease), None) is not None:
+            self.mover.room.count_scratch(lease, -1)
         lease.release()
 
     def add_stall(self, seconds: float) -> None:
@@ -443,9 +443,10 @@ class SwapManager:
             self._closed = True
         if self._forked:  # threads and files are the parent's
             return
-        self.mover._closing = True
+        self.mover.loop.closing = True
         self.io.close(3.0)
-        self.mover.close(1.5)
+        self.mover.room.close()
+        self.mover.loop.close(1.5)
         for record in list(self.mover.records.values()):
             if record.host is not None:
                 record.host.release()
@@ -454,9 +455,9 @@ class SwapManager:
             record.current = [False, False, False]
             record.removed = True
         self.mover.records.clear()
-        for _, lease in list(self.mover.scratch.values()):
+        for _, lease in list(self.mover.room.scratch.values()):
             lease.release()
-        self.mover.scratch.clear()
+        self.mover.room.scratch.clear()
         self.arena.close()
         self.storage.close()
         self.device.close()
@@ -484,7 +485,7 @@ class SwapManager:
             raise ClosedError("the swap manager is closed")
 
     def _transfer(self, coroutine: Any, what: str) -> Transfer[Any]:
-        return Transfer(self.mover.submit(coroutine), what=what, timeout_s=self.timeout_s, pending=self.mover.pending)
+        return Transfer(self.mover.loop.submit(coroutine), what=what, timeout_s=self.timeout_s, pending=self.mover.pending)
 
 
 async def _nothing() -> None:

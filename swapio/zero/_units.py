@@ -270,7 +270,7 @@ class UnitSet:
             return
         in_backward = self._grads_coming < self._grads_nbytes and not self.partitions_grads
         coming = max(self._grads_coming, self._largest_grads) if in_backward else self._largest_grads
-        self.manager.mover.headroom = 0 if stepping else coming
+        self.manager.mover.room.headroom = 0 if stepping else coming
 
     def lease(self, name: str, nbytes: int) -> Lease:
         """Host memory inside the budget."""

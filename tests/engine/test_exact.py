@@ -25,7 +25,7 @@ def run(model: Any, settings: dict[str, Any], fn: models.LossFn = models.plain_l
         result = train(engine, fn)
         stats = engine.stats()
         assert stats["host_memory_budget"] is None or stats["host_memory_peak"] <= stats["host_memory_budget"]
-        assert not engine.manager.mover.scratch, "a gradient lease is left after step()"
+        assert not engine.manager.mover.room.scratch, "a gradient lease is left after step()"
         return result
 
 

@@ -38,7 +38,7 @@ def test_delay_at_each_edge(tmp_path: Path, edge: str, extra_units: int) -> None
     ):
         got = train(engine, steps=3)
         engine.zero.detach_idle()
-        assert not manager.mover.scratch
+        assert not manager.mover.room.scratch
         assert not [owner for r in manager.mover.records.values() for _, owner in tuple(r.pins) if owner is engine.zero]
         assert manager.arena.peak_nbytes <= budget
     check_same(got, train_plain(make(), steps=3))

@@ -538,7 +538,7 @@ def test_deleting_and_putting_one_key_from_many_threads(tmp_path: Path) -> None:
                 manager.delete("shared")
             gc.collect()
             assert manager.stats()["host_memory_used"] == 0
-            assert manager.stats()["bytes_on_nvme"] == manager.mover.nvme_nbytes == 0
+            assert manager.stats()["bytes_on_nvme"] == manager.mover.room.nvme_nbytes == 0
     finally:
         sys.setswitchinterval(switch)
     assert wrong == []
