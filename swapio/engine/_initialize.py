@@ -382,7 +382,9 @@ def _is_trained(param: nn.Parameter, groups: dict[int, int]) -> bool:
 def _borrow(unit: Unit, stepper: ChunkedStep | None, lent: Sequence[Lent]) -> bool:
     """Let a unit and its masters begin with what is on the drive already; False where they would not be the same."""
     for part, slot in zip(lent, unit.layout.slots, strict=True):
-        if (part.slot.dtype, part.slot.shape, part.slot.stride) != (slot.dtype, slot.shape, slot.stride) or (part.lower and not slot.trained):
+        if (part.slot.dtype, part.slot.shape, part.slot.stride) != (slot.dtype, slot.shape, slot.stride) or (
+            part.lower and not slot.trained
+        ):
             return False
     lower = {slot.index: part.lower for part, slot in zip(lent, unit.layout.slots, strict=True) if part.lower is not None}
     if lower and (stepper is None or not stepper.borrow_masters(unit, lower)):

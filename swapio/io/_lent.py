@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 
 from ..errors import StorageError
 from ..spec import Extent, round_up
@@ -10,6 +11,9 @@ from ._buffers import aligned_buffer, copy_bytes
 from ._storage import Storage
 
 __all__ = ["LentExtent"]
+
+_PAGES_NBYTES = 1 << 20
+_here = threading.local()  # each thread's own memory to copy from, small enough for its cache
 
 
 class LentExtent(Storage):
@@ -47,10 +51,12 @@ class LentExtent(Storage):
     def _read_some(self, offset: int, buffer: memoryview, name: str) -> int:
         align = self._storage.alignment
         first = offset // align * align
-        pages = aligned_buffer(round_up(offset + buffer.nbytes, align) - first)
-        self._storage.read(first, pages, name=name)
-        copy_bytes(buffer, pages[offset - first :][: buffer.nbytes])
-        return buffer.nbytes
+        nbytes = min(buffer.nbytes, _PAGES_NBYTES - (offset - first))
+        if not hasattr(_here, "pages"):
+            _here.pages = aligned_buffer(_PAGES_NBYTES)
+        self._storage.read(first, _here.pages[: round_up(offset + nbytes, align) - first], name=name)
+        copy_bytes(buffer[:nbytes], _here.pages[offset - first :][:nbytes])
+        return nbytes
 
     def _write_some(self, offset: int, buffer: memoryview, name: str) -> int:
         raise OSError(errno.EROFS, "lent")

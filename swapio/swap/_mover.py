@@ -334,7 +334,8 @@ class Mover:
         stored, own = record.stored_nbytes, record.own_nbytes
         with record.moving(Residency.READING):
             if stored:
-                self.counters["bytes_read"] += await self._io(self.io.read, record, lease, slice(0, stored), priority)
+                nbytes = await self._io(self.io.read, record, lease, slice(0, stored), priority)
+                self.counters["bytes_read"] += nbytes  # not in one line: others count meanwhile
             if own > stored and not record.overwritten:  # never written: zeros
                 ctypes.memset(lease.tensor.data_ptr() + stored, 0, own - stored)
             if parts := (*record.in_file, *record.borrowed):
@@ -462,7 +463,8 @@ class Mover:
         span = slice(min(changed.start, record.stored_nbytes), min(changed.stop, content))
         with record.moving(Residency.WRITING):
             if span.start < span.stop:
-                self.counters["bytes_written"] += await self._io(self.io.write, record, lease, span, WRITE_BACK)
+                nbytes = await self._io(self.io.write, record, lease, span, WRITE_BACK)
+                self.counters["bytes_written"] += nbytes
         self._event("write", record)
         record.stored_nbytes = min(content, max(record.stored_nbytes, span.stop))
         with record.lock:

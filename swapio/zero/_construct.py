@@ -245,9 +245,7 @@ class ConstructionSet(UnitSet):
         arguments: of the manager, to compare with those of another config.
     """
 
-    def __init__(
-        self, manager: SwapManager, *, home: Place, dtype: torch.dtype | None, splits: bool, arguments: dict[str, Any]
-    ) -> None:
+    def __init__(self, manager: SwapManager, *, home: Place, dtype: torch.dtype | None, splits: bool, arguments: dict[str, Any]) -> None:
         ranks = Ranks(timeout_s=manager.timeout_s, alone=True)
         super().__init__(manager, owns_manager=False, step_place=Place.HOST, keep_attached=False, ranks=ranks, stage=0)
         self._prefix = self._prefix.replace("engine", "construction")
@@ -495,13 +493,12 @@ def lend(params: Iterable[nn.Parameter], manager: SwapManager) -> list[Lent] | N
 def let_go(params: Iterable[nn.Parameter]) -> None:
     """Forget parameters whose bytes were lent: they show nothing until somebody manages them."""
     for param in params:
-        entry = managed(param)
-        if entry is not None and isinstance(entry[0], ConstructedUnit):
-            unit, index = entry
+        unit, entry = constructed(param), managed(param)
+        if unit is not None and entry is not None:
             with uninterrupted(), unit.zero.lock:
                 param.__class__ = nn.Parameter
                 forget(param)
-                unit.lost(index)
+                unit.lost(entry[1])
                 if not unit.live():
                     unit.zero.drop(unit)
 

@@ -153,12 +153,16 @@ class ChunkedStep:
                 lease.mark_dirty(nbytes=chunk.layout.head_nbytes)
 
     def borrow_masters(self, unit: Unit, lower: Mapping[int, FilePart]) -> bool:
-        """Let split masters begin with lower halves that are on the drive, by parameter index; others are zeros. False: one is not split."""
+        """Let split masters begin with lower halves on the drive, by parameter index; others are zeros. False: some are whole."""
         chunks = self.chunks[unit]
         if lower and not all(chunk.layout.split for chunk in chunks):
             return False
         for chunk in chunks:
-            pieces = ((2 * begin, lower[index].slice(2 * source, 2 * (end - begin))) for index, begin, end, source in chunk.pieces if index in lower)
+            pieces = (
+                (2 * begin, lower[index].slice(2 * source, 2 * (end - begin)))
+                for index, begin, end, source in chunk.pieces
+                if index in lower
+            )
             chunk.record.borrowed = list(pieces)
         return True
 
