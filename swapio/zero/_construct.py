@@ -9,6 +9,7 @@ it waits until another module registers, and until some MiB are together: writes
 [Note: Stored as it will be used] Where fp32 parameters become bfloat16, by the argument `dtype` or in the engine, they are written once, as
 that: rounded, or with `split_`, which keeps every bit, as the engine's weights and the lower halves of its masters. Operations go on seeing
 what was constructed. The engine's units then begin with these bytes (`SwapManager.lend`): until they are stepped nothing is written again.
+Until then the drive has room for both, so that it cannot be full in the first step.
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ class ConstructedUnit(Unit):
             if lower is None:
                 view.copy_(value)
             else:
-                dense = value if tuple(value.stride()) == slot.stride else torch.empty_strided(slot.shape, slot.stride).copy_(value)
+                dense = value.detach()
+                if tuple(value.stride()) != slot.stride:
+                    dense = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device="cpu").copy_(value)
                 split_(_flat(dense), _flat(view), raw[lower].view(torch.int16))
 
     def _lower(self, index: int) -> slice | None:
@@ -332,8 +335,8 @@ class ConstructionSet(UnitSet):
         if self._converts and any(p.dtype is torch.float32 for _, p in params):
             stored = UnitLayout([_as_stored(p) for _, p in params], frozen)
         self._count += 1
-        nbytes = stored.nbytes * (1 + (self.splits and stored is not layout))
-        record = self.create(f"{self._count} {params[0][0]}", nbytes, self._home)
+        lower_nbytes = stored.nbytes if self.splits and stored is not layout else 0
+        record = self.create(f"{self._count} {params[0][0]}", stored.nbytes + lower_nbytes, self._home)
         try:
             unit = ConstructedUnit(self, record.key, params, [None] * len(params), record, layout, Partition(layout, 1))
             unit.stored = stored
