@@ -8,16 +8,20 @@ Prints one line of JSON, with the fields of DeepSpeed's side (`_deepspeed.py`): 
 `step_io_read_write_bytes` (by /proc/self/io), `peak_rss`, `initialize_s`, and the medians of all steps but the first. The run is a process
 of its own, with the settings of malloc that `--malloc` names (`_run.MALLOC`) and OpenMP threads that do not spin (`_run.environment`).
 `--fio` measures the bandwidth before and after, on a file as large as the swap file, which it writes: `of_bandwidth` is bytes moved per
-second over the mean of both. `--forecast` runs `swapio bench` before and after: `of_forecast` is seconds per step over the mean of what it
-foretells. All other flags are the worker's: `python bench/_train.py --help`.
+second over the mean of both. It also gives `init`: what construction and `initialize` took, read and wrote, beside the seconds in which as
+many bytes are written once, and those in which the same modules are constructed in memory, one after the other. `--forecast` runs
+`swapio bench` before and after: `of_forecast` is seconds per step over the mean of what it foretells.
+All other flags are the worker's: `python bench/_train.py --help`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
+import time
 from typing import Any
 
 from bench._run import MALLOC, TINY, Cells, bandwidth, front_parser, save, train
@@ -49,11 +53,41 @@ def measure(args: argparse.Namespace, options: list[str]) -> dict[str, Any]:
     if forecasts:
         forecasts.append(foretold_s())
         result |= {"forecast_step_s": forecasts, "of_forecast": result["median_step_s"] / statistics.mean(forecasts)}
+    if args.fio and result["init_written"]:
+        result["init"] = start_up(args.nvme_path, flags, result)
     if before is not None and result["moved_nbytes"]:
         after = bandwidth(args.nvme_path, nbytes=nbytes, read_share=result["read_share"])
         both = [b["best_bytes_per_s"] for b in (before, after) if b is not None]
         result |= {"bandwidth": [before, after], "of_bandwidth": result["bytes_per_s"] / (sum(both) / len(both))}
     return result
+
+
+def start_up(path: str, flags: argparse.Namespace, result: dict[str, Any]) -> dict[str, float]:
+    """Seconds and bytes per parameter of construction and `initialize`, and the seconds of what cannot be saved."""
+    import torch
+
+    from bench._models import Block, Linear
+    from swapio.drive import DriveFile
+    from swapio.io import aligned_buffer
+
+    content = aligned_buffer(8 << 20, os.urandom(1 << 20))
+    with DriveFile(path, backend="direct", nbytes=result["init_written"]) as file:
+        start = time.perf_counter()
+        file.fill(content)
+        write_s = time.perf_counter() - start
+    shape = shape_of(flags)
+    start = time.perf_counter()
+    for _ in range(shape.layers):
+        Block(shape)
+    torch.nn.Embedding(shape.vocab, shape.dim)
+    Linear(shape.dim, shape.vocab, bias=False)
+    construct_s = time.perf_counter() - start
+    init_s = result["zero_init_s"] + result["initialize_s"]
+    return {
+        "init_s": init_s, "write_s": write_s, "construct_s": construct_s,
+        "of_write": init_s / write_s, "of_construct_and_write": init_s / (construct_s + write_s),
+        "read_per_param": result["init_read"] / result["params"], "written_per_param": result["init_written"] / result["params"],
+    }  # fmt: skip
 
 
 def table(result: dict[str, Any]) -> Cells:

@@ -12,7 +12,7 @@ from ..config import SwapioConfig
 from ..errors import UsageError
 from ..memory import trim_heap
 from ..swap import SwapManager, Transfer, manager_arguments
-from ..zero import ConstructionSet, UnitSet, constructed, give_back
+from ..zero import ConstructionSet, Lent, UnitSet, constructed, give_back, lend
 
 __all__ = ["Adoption"]
 
@@ -63,6 +63,10 @@ class Adoption:
         """The parameters of the next unit, as ordinary ones in memory."""
         if self._stores:
             give_back(p for _, p in params)
+
+    def lend(self, params: Iterable[tuple[str, nn.Parameter]], manager: SwapManager) -> list[Lent] | None:
+        """Where the bytes of the next unit are on the drive of `manager`; None: it must be copied."""
+        return lend((p for _, p in params), manager) if self._stores else None
 
     def put_away(self, zero: UnitSet) -> None:
         """A unit is taken over: its bytes need not stay in memory. Those of the unit before have been written when this returns."""

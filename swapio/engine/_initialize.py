@@ -22,6 +22,7 @@ from ..zero import (
     CHUNK_NUMEL,
     ChunkedStep,
     Kept,
+    Lent,
     Partition,
     Ranks,
     StepTiming,
@@ -31,6 +32,7 @@ from ..zero import (
     UnitSpec,
     constructed,
     find_units,
+    let_go,
     shares_constructed,
     world,
 )
@@ -258,6 +260,7 @@ def _engine(
         record = zero.create(unit_spec.name, nbytes, home, in_file(layout, parts[number]) if home is Place.NVME else ())
         unit_groups = [groups.get(id(p)) for _, p in unit_spec.params]
         unit = Unit(zero, unit_spec.name, unit_spec.params, unit_groups, record, layout, partition)
+        unit.device = manager.device.torch_device
         if zero.sums is not None:
             zero.sums.add_unit(unit)
         if stepper is not None:
@@ -265,10 +268,12 @@ def _engine(
             unit.keeps_grads = timing is not StepTiming.IN_BACKWARD
             if spills and layout.grad_nbytes and Kept("gradients", number) not in kept:
                 unit.keep_grads_on_nvme()
-        adoption.prepare(unit_spec.params)
-        if not adoption.active:  # a model that need not fit in memory has nothing kept there
-            originals.keep(unit)
-        _take_over(unit, stepper, manager.device.torch_device)
+        lent = adoption.lend(unit_spec.params, manager) if stays and home is Place.NVME else None
+        if lent is None or not _borrow(unit, stepper, lent):
+            adoption.prepare(unit_spec.params)
+            if not adoption.active:  # a model that need not fit in memory has nothing kept there
+                originals.keep(unit)
+            _take_over(unit, stepper)
         trim_heap()
         adoption.put_away(zero)
         zero.units.append(unit)
@@ -374,9 +379,28 @@ def _is_trained(param: nn.Parameter, groups: dict[int, int]) -> bool:
 
 
 @torch.no_grad()
-def _take_over(unit: Unit, stepper: ChunkedStep | None, device: torch.device) -> None:
+def _borrow(unit: Unit, stepper: ChunkedStep | None, lent: Sequence[Lent]) -> bool:
+    """Let a unit and its masters begin with what is on the drive already; False where they would not be the same."""
+    for part, slot in zip(lent, unit.layout.slots, strict=True):
+        if (part.slot.dtype, part.slot.shape, part.slot.stride) != (slot.dtype, slot.shape, slot.stride) or (
+            part.lower and not slot.trained
+        ):
+            return False
+    lower = {slot.index: part.lower for part, slot in zip(lent, unit.layout.slots, strict=True) if part.lower is not None}
+    if lower and (stepper is None or not stepper.borrow_masters(unit, lower)):
+        return False
+    unit.record.borrowed = [(slot.offset, part.weights) for part, slot in zip(lent, unit.layout.slots, strict=True)]
+    if stepper is not None and stepper.has_whole_masters(unit):
+        with unit.zero.pin(unit.record, Place.HOST) as lease:
+            stepper.store_masters(unit, {}, lease.raw)
+    let_go(unit.params)
+    unit.manage()
+    return True
+
+
+@torch.no_grad()
+def _take_over(unit: Unit, stepper: ChunkedStep | None) -> None:
     """Copy a unit's values into its record, and the lower halves of fp32 masters into the optimizer's state."""
-    unit.device = device
     masters: dict[int, torch.Tensor] = {}
     zero = unit.zero
     with zero.pin(unit.record, Place.HOST) as lease, contextlib.ExitStack() as stack:

@@ -8,6 +8,7 @@ from ._direct import DirectStorage
 from ._extents import ExtentAllocator
 from ._file import FileStorage
 from ._filesystem import Filesystem, filesystem_of
+from ._lent import LentExtent
 from ._memory import MemoryStorage
 from ._mmap import MmapStorage
 from ._read_only import ReadOnlyFile
@@ -31,6 +32,7 @@ __all__ = [
     "FileStorage",
     "Filesystem",
     "IOThreads",
+    "LentExtent",
     "LocalStorage",
     "MemoryStorage",
     "MmapStorage",

@@ -122,7 +122,9 @@ class Prefetcher:
     def _must_come(self, record: Record, place: Place) -> bool:
         if record.removed or record.current[place] or record.busy.locked() or record in self._starting:
             return False
-        return record.stored_nbytes > 0 or bool(record.in_file) or not record.current[Place.NVME]  # else there is nothing to read
+        return (
+            record.stored_nbytes > 0 or bool(record.in_file or record.borrowed) or not record.current[Place.NVME]
+        )  # else there is nothing to read
 
     def _has_room(self, record: Record, place: Place) -> bool:
         """Now, after what is needed later has gone."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from ..io import ReadOnlyFile
+from ..io import ReadOnlyFile, Storage
 from ..spec import PAGE_NBYTES, round_up
 
 __all__ = ["FileMap", "FilePart", "file_part"]
@@ -30,10 +30,13 @@ _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # else the system refus
 class FilePart:
     """The bytes of a tensor in a file."""
 
-    file: ReadOnlyFile
+    file: Storage
     offset: int
     nbytes: int
     name: str
+
+    def slice(self, start: int, nbytes: int) -> FilePart:
+        return dataclasses.replace(self, offset=self.offset + start, nbytes=nbytes)
 
 
 class FileMap:

@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 
 from ..errors import ClosedError, ConfigError, ForkError, SwapioError, UsageError
-from ..io import IOThreads, Storage, open_storage
+from ..io import IOThreads, LentExtent, Storage, open_storage
 from ..memory import Arena, Device, Lease, get_device
 from ..spec import parse_nbytes
 from ._ahead import Prefetcher
@@ -378,6 +378,19 @@ class SwapManager:
         self._check()
         return Prefetcher(self.mover)
 
+    def lend(self, record: Record, start: int, nbytes: int) -> FilePart:
+        """Where the bytes from `start` on lie on the drive, for another record to begin with (`Record.borrowed`).
+
+        They stay there when the record goes. Evict it before: what is newer elsewhere is not there.
+        """
+        if record.extent is None or not record.current[Place.NVME]:
+            raise UsageError(f"{record.key!r} is not on the drive; evict it before it is lent")
+        if record.lent is None:
+            record.lent = LentExtent(self.storage, record.extent)
+            # whose finalizer may run anywhere, so that another thread takes the locks
+            weakref.finalize(record.lent, self.mover.loop.call, self.storage.free, record.extent).atexit = False
+        return FilePart(record.lent, record.extent.offset + start, nbytes, record.key)
+
     def discard(self, record: Record) -> None:
         """Let a record that nobody uses be zeros again, without a write."""
         self._transfer(self.mover.discard(record), f"discarding {record.key!r}").wait()
@@ -451,7 +464,8 @@ class SwapManager:
             if record.host is not None:
                 record.host.release()
             record.host = record.device = None
-            record.in_file = ()
+            record.in_file = record.borrowed = ()
+            record.lent = None
             record.current = [False, False, False]
             record.removed = True
         self.mover.records.clear()

@@ -13,7 +13,7 @@ import ctypes
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from ..errors import SwapioError, UsageError
 from ..io import IOThreads, Storage
@@ -176,16 +176,17 @@ class Mover:
         stored, own = record.stored_nbytes, record.own_nbytes
         with record.moving(Residency.READING):
             if stored:
-                self.counters["bytes_read"] += await self._io(self.io.read, record, lease, slice(0, stored), priority)
+                nbytes = await self._io(self.io.read, record, lease, slice(0, stored), priority)
+                self.counters["bytes_read"] += nbytes  # not in one line: others count meanwhile
             if own > stored and not record.overwritten:  # never written: zeros
                 ctypes.memset(lease.tensor.data_ptr() + stored, 0, own - stored)
-            if record.in_file:
-                await self._read_files(record, lease, priority)
-            if stored or record.in_file:
+            if parts := (*record.in_file, *record.borrowed):
+                await self._read_parts(parts, lease, priority)
+            if stored or parts:
                 self._event("read", record)
 
-    async def _read_files(self, record: Record, lease: Lease, priority: int) -> None:
-        """What a record has in files."""
+    async def _read_parts(self, found: Sequence[tuple[int, FilePart]], lease: Lease, priority: int) -> None:
+        """What a record has elsewhere."""
 
         async def bring(at: int, part: FilePart) -> None:
             into = lease.buffer[at : at + part.nbytes]
@@ -193,7 +194,7 @@ class Mover:
             await self.loop.elsewhere(lambda done: read(done=done))
             self.counters["bytes_read"] += part.nbytes
 
-        parts = asyncio.gather(*(bring(*each) for each in record.in_file), return_exceptions=True)  # then nobody uses the lease
+        parts = asyncio.gather(*(bring(*each) for each in found), return_exceptions=True)  # then nobody uses the lease
         ended = await self.loop.moving(parts)  # already before each of them moves
         for error in ended:
             if error is not None:
@@ -296,11 +297,16 @@ class Mover:
         if record.in_file and changed.stop > record.own_nbytes:
             await self._leave_files(record)
             generation, content, changed = record.to_write()
+        if record.borrowed:
+            with record.lock:
+                record.borrowed, record.changed = (), slice(0, record.nbytes)
+            generation, content, changed = record.to_write()
         # what lies between the stored bytes and the changed ones must be in the file too
         span = slice(min(changed.start, record.stored_nbytes), min(changed.stop, content))
         with record.moving(Residency.WRITING):
             if span.start < span.stop:
-                self.counters["bytes_written"] += await self._io(self.io.write, record, lease, span, WRITE_BACK)
+                nbytes = await self._io(self.io.write, record, lease, span, WRITE_BACK)
+                self.counters["bytes_written"] += nbytes
         self._event("write", record)
         record.stored_nbytes = min(content, max(record.stored_nbytes, span.stop))
         with record.lock:
@@ -369,7 +375,7 @@ class Mover:
                     raise KeyError(f"{record.key!r} was deleted meanwhile")
                 if record.pins:
                     raise UsageError(f"{record.key!r} is in use; release its leases before it is deleted or replaced")
-                record.removed, record.in_file = True, ()
+                record.removed, record.in_file, record.borrowed = True, (), ()
                 if self.records.get(record.key) is record:
                     del self.records[record.key]
                 host, device, record.host, record.device = record.host, record.device, None, None
@@ -380,7 +386,9 @@ class Mover:
                 resident.discard(record)
             if host is not None:
                 host.release()
-            if record.extent is not None:
+            if record.lent is not None:
+                record.lent = None  # the extent goes with the last who reads from it
+            elif record.extent is not None:
                 self.storage.free(record.extent)
             self.room.count(record, -1)
         self.room.wake_now()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError, UsageError
+from ..io import LentExtent
 from ..memory import Event, Lease
 from ..spec import Extent
 from ._in_file import FilePart
@@ -127,8 +128,8 @@ class Record:
     """The state of one key. The manager's loop thread is the only writer, except under `lock`: pins and generation."""
 
     __slots__ = (
-        "busy", "changed", "content_nbytes", "current", "device", "error", "extent", "generation", "home", "host", "in_file", "key",
-        "last_use", "lock", "movement", "nbytes", "next_use", "overwritten", "pins",
+        "borrowed", "busy", "changed", "content_nbytes", "current", "device", "error", "extent", "generation", "home", "host", "in_file",
+        "key", "last_use", "lent", "lock", "movement", "nbytes", "next_use", "overwritten", "pins",
         "prefetched", "removed", "since", "spec", "stored_nbytes",
     )  # fmt: skip
 
@@ -147,6 +148,8 @@ class Record:
         self.home = home
         self.spec = spec
         self.extent = extent
+        self.borrowed: Sequence[tuple[int, FilePart]] = ()  # where its first bytes are until it is written as a whole; the rest is zeros
+        self.lent: LentExtent | None = None  # the extent, which others read from
         self.in_file = in_file  # what the extent has no room for, by byte of the record, ascending; until such a byte is changed
         self.content_nbytes = nbytes  # what a write-back has to store; the rest is zeros
         self.stored_nbytes = 0  # bytes of the extent ever written; the rest of the record is zeros
@@ -213,7 +216,7 @@ class Record:
         """All bytes are zeros, as at first. Call under `lock`, without pins."""
         self.current = [True, False, False]
         self.generation += 1
-        self.content_nbytes, self.stored_nbytes = self.nbytes, 0
+        self.content_nbytes, self.stored_nbytes, self.borrowed = self.nbytes, 0, ()
         self.changed = self.error = self.next_use = None
 
     def to_write(self) -> tuple[int, int, slice]:

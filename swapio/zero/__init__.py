@@ -1,7 +1,7 @@
 """ZeRO: units of parameters that come just in time, their gradients, and the optimizer step over them."""
 
 from ._away import managed
-from ._construct import ConstructionSet, constructed, give_back, shares_constructed
+from ._construct import ConstructionSet, Lent, constructed, give_back, lend, let_go, shares_constructed
 from ._full import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -40,6 +40,7 @@ __all__ = [
     "Gradients",
     "Init",
     "Kept",
+    "Lent",
     "Movable",
     "Partition",
     "PortableState",
@@ -56,6 +57,8 @@ __all__ = [
     "constructing_dtype",
     "find_units",
     "give_back",
+    "lend",
+    "let_go",
     "managed",
     "register_external_parameter",
     "resident_set",

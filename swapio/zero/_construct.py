@@ -5,6 +5,11 @@ record, and the store ends with the last of its parameters, or with the interpre
 
 [Note: When a parameter leaves] At its registration it is mostly still uninitialized, and it would come straight back to be initialized. So
 it waits until another module registers, and until some MiB are together: writes are large, and what waits is bounded.
+
+[Note: Stored as it will be used] Where fp32 parameters become bfloat16, by the argument `dtype` or in the engine, they are written once, as
+that: rounded, or with `split_`, which keeps every bit, as the engine's weights and the lower halves of its masters. Operations go on seeing
+what was constructed. The engine's units then begin with these bytes (`SwapManager.lend`): until they are stepped nothing is written again.
+Until then the drive has room for both, so that it cannot be full in the first step.
 """
 
 from __future__ import annotations
@@ -13,23 +18,24 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..memory import trim_heap
-from ..swap import Place, Record, RecordLease, SwapManager, Transfer, file_part
+from ..optim import merge_, split_
+from ..swap import FilePart, Place, Record, RecordLease, SwapManager, Transfer, file_part
 from ._away import forget, managed, placeholder, raw_grad
-from ._layout import UnitLayout
+from ._layout import Slot, UnitLayout
 from ._partition import Partition
 from ._quiet import quiet, uninterrupted
 from ._ranks import Ranks
-from ._unit import Unit
+from ._unit import Unit, slot_view
 from ._units import UnitSet
 
-__all__ = ["ConstructedUnit", "ConstructionSet", "constructed", "end_unused", "give_back", "shares_constructed"]
+__all__ = ["ConstructedUnit", "ConstructionSet", "Lent", "constructed", "end_unused", "give_back", "lend", "let_go", "shares_constructed"]
 
 _GATHER_NBYTES = 16 << 20
 """Parameters leave in units of this size, and larger ones alone."""
@@ -40,10 +46,73 @@ _GRAD: Any = torch.Tensor.grad
 _use_count = torch._C._storage_Use_Count
 
 
+class Lent(NamedTuple):
+    """Where the bytes of a parameter are that an engine takes over: its weights as `slot` says, and the lower halves if it was split."""
+
+    slot: Slot
+    weights: FilePart
+    lower: FilePart | None
+
+
 class ConstructedUnit(Unit):
-    """A unit whose parameters may die, become another dtype or shape, or be given back, one by one."""
+    """A unit whose parameters may die, become another dtype or shape, or be given back, one by one.
+
+    Attributes:
+        stored: how they lie in the record, if not as they are shown; lower halves lie behind it.
+    """
 
     zero: ConstructionSet
+    stored: UnitLayout
+
+    def load(self, raw: torch.Tensor, shown: torch.Tensor) -> None:
+        """From the bytes of the record to those that are shown."""
+        for index, slot in enumerate(self.stored.slots):
+            view, lower = self.layout_view(shown, index), self._lower(index)
+            if lower is None:
+                view.copy_(slot_view(raw, slot))
+            else:
+                merge_(_flat(slot_view(raw, slot)), raw[lower].view(torch.int16), _flat(view))
+
+    def store(self, values: Sequence[torch.Tensor], raw: torch.Tensor) -> None:
+        """The values of all parameters into the bytes of the record."""
+        for index, (slot, value) in enumerate(zip(self.stored.slots, values, strict=True)):
+            view, lower = slot_view(raw, slot), self._lower(index)
+            if lower is None:
+                view.copy_(value)
+            else:
+                dense = value.detach()
+                if tuple(value.stride()) != slot.stride:
+                    dense = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device="cpu").copy_(value)
+                split_(_flat(dense), _flat(view), raw[lower].view(torch.int16))
+
+    def _lower(self, index: int) -> slice | None:
+        """Bytes of the record that hold the lower halves of a parameter."""
+        slot = self.stored.slots[index]
+        if not self.zero.splits or slot.dtype is self.layout.slots[index].dtype:
+            return None
+        start = self.stored.nbytes + slot.offset
+        return slice(start, start + slot.span * slot.dtype.itemsize)
+
+    def show_stored(self) -> None:
+        """Let parameters that are away be as they were rounded from now on."""
+        if self.lease is not None or self.stored is self.layout or self.zero.splits:
+            return
+        self.layout = self.stored
+        self._stand_ins.clear()
+        for index, ref in enumerate(self._refs):
+            param, slot = ref(), self.layout.slots[index]
+            if param is not None:
+                _SET_DATA(param, placeholder(slot.dtype, self.device, slot.shape))
+
+    def lend(self, index: int) -> Lent:
+        """Where a parameter's bytes are. The unit is on the drive."""
+        slot, lower = self.stored.slots[index], self._lower(index)
+        weights, *halves = (
+            self.zero.manager.lend(self.record, part.start, part.stop - part.start)
+            for part in (slice(slot.offset, slot.offset + slot.span * slot.dtype.itemsize), lower)
+            if part is not None
+        )
+        return Lent(slot, weights, halves[0] if halves else None)
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -137,6 +206,33 @@ def _died(unit_ref: weakref.ref[ConstructedUnit], index: int, _: Any) -> None:
         unit.zero.end_if_unused()
 
 
+class _ShownLease:
+    """What `stored` stands for, in ordinary memory, as before it left."""
+
+    def __init__(self, unit: ConstructedUnit) -> None:
+        self._unit = unit
+        self._dirty = False
+        self.raw = torch.empty(unit.layout.nbytes, dtype=torch.uint8, device="cpu")
+        with unit.zero.pin(unit.record, Place.HOST) as lease:
+            unit.load(lease.raw, self.raw)
+
+    def mark_dirty(self, *, span: slice | None = None) -> None:
+        self._dirty = True
+
+    def publish(self) -> None:
+        if self._dirty:
+            self._dirty = False
+            unit = self._unit
+            with unit.zero.pin(unit.record, Place.HOST) as lease:
+                unit.store([unit.layout_view(self.raw, slot.index) for slot in unit.layout.slots], lease.raw)
+                lease.mark_dirty()
+
+    def release(self) -> None:
+        self.publish()
+        if hasattr(self, "raw"):
+            del self.raw
+
+
 class _Waiting(NamedTuple):
     name: str
     ref: weakref.ref[nn.Parameter]
@@ -147,10 +243,12 @@ class ConstructionSet(UnitSet):
 
     Args:
         home: where the parameters rest.
+        dtype: as what floating-point parameters end.
+        splits: they stay fp32, and the engine will split them.
         arguments: of the manager, to compare with those of another config.
     """
 
-    def __init__(self, manager: SwapManager, *, home: Place, arguments: dict[str, Any]) -> None:
+    def __init__(self, manager: SwapManager, *, home: Place, dtype: torch.dtype | None, splits: bool, arguments: dict[str, Any]) -> None:
         ranks = Ranks(timeout_s=manager.timeout_s, alone=True)
         super().__init__(manager, owns_manager=False, step_place=Place.HOST, keep_attached=False, ranks=ranks, stage=0)
         self._prefix = self._prefix.replace("engine", "construction")
@@ -159,6 +257,8 @@ class ConstructionSet(UnitSet):
         self.constructing = True
         self.alive: set[tuple[ConstructedUnit, int]] = set()  # who is still here; finalizers of any thread take from it
         self._home = home
+        self.dtype = dtype
+        self.splits = splits
         self._waiting: dict[int, _Waiting] = {}  # by id
         self._num_waiting_nbytes = 0  # since the last flush
         self._registering: Callable[[], nn.Module | None] = lambda: None
@@ -230,14 +330,18 @@ class ConstructionSet(UnitSet):
     def _take(self, params: list[tuple[str, nn.Parameter]]) -> None:
         self.detach_idle()
         self.manager.arena.trim()
-        layout = UnitLayout([p for _, p in params], [False] * len(params))
+        frozen = [False] * len(params)
+        layout = stored = UnitLayout([p for _, p in params], frozen)
+        if self._converts and any(p.dtype is torch.float32 for _, p in params):
+            stored = UnitLayout([_as_stored(p) for _, p in params], frozen)
         self._count += 1
-        record = self.create(f"{self._count} {params[0][0]}", layout.nbytes, self._home)
+        lower_nbytes = stored.nbytes if self.splits and stored is not layout else 0
+        record = self.create(f"{self._count} {params[0][0]}", stored.nbytes + lower_nbytes, self._home)
         try:
             unit = ConstructedUnit(self, record.key, params, [None] * len(params), record, layout, Partition(layout, 1))
+            unit.stored = stored
             with self.pin(record, Place.HOST) as lease:
-                for index, (_, param) in enumerate(params):
-                    unit.layout_view(lease.raw, index).copy_(param)
+                unit.store([p for _, p in params], lease.raw)
                 lease.mark_dirty()
         except BaseException:
             self._forget_record(record)
@@ -247,9 +351,18 @@ class ConstructionSet(UnitSet):
         self.alive.update((unit, index) for index in range(len(params)))
         self._leave(record)
 
+    @property
+    def _converts(self) -> bool:
+        """See [Note: Stored as it will be used]."""
+        return self._home is Place.NVME and (self.splits or self.dtype is torch.bfloat16)
+
     def convert(self, dtype: torch.dtype) -> None:
         """Make all floating-point parameters of one dtype, unit by unit; nothing is attached or waits for long."""
         self.flush()
+        with uninterrupted(), self.lock, quiet():
+            self.detach_idle()
+            for unit in self._constructed():
+                unit.show_stored()
         waiting = [p for w in self._waiting.values() if (p := w.ref()) is not None]
         with torch.no_grad():
             for params in itertools.chain([waiting], (unit.live() for unit in self._constructed())):
@@ -272,6 +385,11 @@ class ConstructionSet(UnitSet):
 
     def pin(self, record: Record, place: Place, *, patient: bool = False) -> RecordLease:
         return super().pin(record, Place.HOST, patient=patient)
+
+    def bring(self, unit: Unit) -> Any:
+        if isinstance(unit, ConstructedUnit) and unit.stored is not unit.layout:
+            return _ShownLease(unit)
+        return super().bring(unit)
 
     def make_room(self, wanted: Unit | None) -> None:
         super().make_room(wanted)
@@ -358,6 +476,36 @@ def give_back(params: Iterable[nn.Parameter]) -> None:
             unit.give_back(indices)
 
 
+def lend(params: Iterable[nn.Parameter], manager: SwapManager) -> list[Lent] | None:
+    """Where the bytes of parameters that were constructed here are on the drive of `manager`; None: not all are, or in use."""
+    found: list[Lent] = []
+    for param in params:
+        unit = constructed(param)
+        if unit is None or unit.zero.manager is not manager or unit.record.home is not Place.NVME:
+            return None
+        with uninterrupted(), unit.zero.lock:
+            unit.settle()
+            if not unit.detach() or (entry := managed(param)) is None:
+                return None
+            if unit.record.dirty:
+                manager.evict([unit.record.key]).wait()
+            found.append(unit.lend(entry[1]))
+    return found
+
+
+def let_go(params: Iterable[nn.Parameter]) -> None:
+    """Forget parameters whose bytes were lent: they show nothing until somebody manages them."""
+    for param in params:
+        unit, entry = constructed(param), managed(param)
+        if unit is not None and entry is not None:
+            with uninterrupted(), unit.zero.lock:
+                param.__class__ = nn.Parameter
+                forget(param)
+                unit.lost(entry[1])
+                if not unit.live():
+                    unit.zero.drop(unit)
+
+
 def shares_constructed(tensor: torch.Tensor) -> str | None:
     """The name of a constructed parameter whose bytes `tensor` shows."""
     for store in list(_OPEN):
@@ -373,6 +521,16 @@ def end_unused() -> None:
     """End every set whose parameters are gone."""
     for store in list(_OPEN):
         store.end_if_unused()
+
+
+def _as_stored(param: nn.Parameter) -> torch.Tensor:
+    dtype = torch.bfloat16 if param.dtype is torch.float32 else param.dtype
+    return torch.empty_strided(param.shape, param.stride(), dtype=dtype, device="meta")
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor in memory order."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _can_leave(param: nn.Parameter) -> bool:

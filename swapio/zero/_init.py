@@ -41,7 +41,9 @@ class Init:
         config_dict_or_path: as for `swapio.initialize`; `config` is its old name.
         enabled: False: nothing happens.
         dtype: what the floating-point parameters and buffers are cast to at the end; default: they stay as constructed, so that a config
-            with `bf16` keeps fp32 masters of them.
+            with `bf16` keeps fp32 masters of them. What rests on NVMe is rounded to `torch.bfloat16` each time it leaves memory, which is
+            not before the next module registers parameters: whoever computes with such a weight afterwards (`w.mul_(0.3)`, not
+            `normal_(w)`) begins with the rounded one.
 
     Raises:
         ConfigError: no config, one that cannot work, or an argument that would change results.
@@ -112,8 +114,11 @@ class Init:
             raise ConfigError("zero.Init: no config; give config_dict_or_path", key="config_dict_or_path")
         end_unused()
         home = Place.parse(self._settings.zero_optimization.offload_param.device, key="zero_optimization.offload_param.device")
-        store = ConstructionSet(open_manager(self._settings), home=home, arguments=manager_arguments(self._settings))
-        _here.construction = _Construction(store, self._dtype, [])
+        splits = self._dtype in (None, torch.float32) and self._settings.bf16.enabled
+        store = ConstructionSet(
+            open_manager(self._settings), home=home, dtype=self._dtype, splits=splits, arguments=manager_arguments(self._settings)
+        )
+        _here.construction = _Construction(store, [])
         _hooks.add()
         return _here.construction
 
@@ -146,8 +151,11 @@ def _load(config_dict_or_path: Any, config: Any) -> SwapioConfig | None:
 @dataclasses.dataclass
 class _Construction:
     store: ConstructionSet
-    dtype: torch.dtype | None
     buffers: list[tuple[weakref.ref[nn.Module], str]]
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return self.store.dtype
 
     def finish(self) -> None:
         if self.dtype is not None:

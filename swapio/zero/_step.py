@@ -10,7 +10,7 @@ import torch
 from ..errors import UsageError
 from ..optim import ChunkLayout, ChunkStepper, Group, OptimizerSpec, StepRange, chunk_layout, merge_
 from ..spec import round_up
-from ..swap import Place, Record
+from ..swap import FilePart, Place, Record
 from ._layout import UnitLayout
 from ._norms import Gradients, look_at, measure
 from ._partition import Partition, Piece
@@ -129,6 +129,9 @@ class ChunkedStep:
             if group is not None and not slot.trained
         ]
 
+    def has_whole_masters(self, unit: Unit) -> bool:
+        return any(chunk.layout.head_nbytes and not chunk.layout.split for chunk in self.chunks[unit])
+
     def store_masters(self, unit: Unit, masters: Mapping[int, torch.Tensor], weights: torch.Tensor) -> None:
         """Store fp32 masters by parameter index: in the state, and rounded in the weights in the bytes of the unit's record.
 
@@ -148,6 +151,20 @@ class ChunkedStep:
                     else:
                         views.adopt_weights(flat_weights, start=begin, stop=end)
                 lease.mark_dirty(nbytes=chunk.layout.head_nbytes)
+
+    def borrow_masters(self, unit: Unit, lower: Mapping[int, FilePart]) -> bool:
+        """Let split masters begin with lower halves on the drive, by parameter index; others are zeros. False: some are whole."""
+        chunks = self.chunks[unit]
+        if lower and not all(chunk.layout.split for chunk in chunks):
+            return False
+        for chunk in chunks:
+            pieces = (
+                (2 * begin, lower[index].slice(2 * source, 2 * (end - begin)))
+                for index, begin, end, source in chunk.pieces
+                if index in lower
+            )
+            chunk.record.borrowed = list(pieces)
+        return True
 
     def state(self, unit: Unit, index: int, field: str | None, *, write: bool = False) -> Iterator[tuple[slice, torch.Tensor]]:
         """This rank's pieces of one parameter's state: which of its elements, and their values, until the next piece.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ._grads import GradBuffer
     from ._units import UnitSet
 
-__all__ = ["Unit"]
+__all__ = ["Unit", "slot_view"]
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _use_count = torch._C._storage_Use_Count
@@ -138,7 +138,7 @@ class Unit:
     def layout_view(self, raw: torch.Tensor, index: int) -> torch.Tensor:
         """The parameter `index` in `raw`, uint8 `[unit nbytes]`."""
         slot = self.layout.slots[index]
-        return _slot_view(raw, slot, slot.offset)
+        return slot_view(raw, slot)
 
     def _bytes(self, indices: Iterable[int]) -> slice:
         """Around these parameters' bytes in the unit."""
@@ -470,6 +470,7 @@ class Unit:
             param.__class__ = AwayParameter
 
 
-def _slot_view(raw: torch.Tensor, slot: Slot, offset: int) -> torch.Tensor:
-    flat = raw[offset : offset + slot.span * slot.dtype.itemsize].view(slot.dtype)
+def slot_view(raw: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """A parameter in the bytes of its unit."""
+    flat = raw[slot.offset : slot.offset + slot.span * slot.dtype.itemsize].view(slot.dtype)
     return flat.as_strided(slot.shape, slot.stride)
