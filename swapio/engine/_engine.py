@@ -193,14 +193,15 @@ class Engine(nn.Module):
         try:
             with uninterrupted(), self.zero.lock:
                 stepper.check()
-                found = stepper.gradients(any_dtype=self._scaler is not None)
+                limit = self.gradient_clipping()
+                found = stepper.gradients(any_dtype=self._scaler is not None, clips=bool(limit))
                 self._step_applied = found.bad is None
                 scale = self.world_size * (self._scaler.scale if self._scaler is not None else 1.0)
-                self._norm = found.norm / scale
+                self._norm = found.norm / scale if found.norm is not None else None
                 if found.bad is None:
-                    limit = self.gradient_clipping()
-                    factor = float(torch.clamp(limit / (self._norm + 1e-6), max=1.0)) if limit else 1.0
+                    factor = float(torch.clamp(limit / (self._norm + 1e-6), max=1.0)) if limit and self._norm is not None else 1.0
                     stepper.step(optimizer.param_groups, scale=scale, factor=factor)
+                    self._norm = stepper.norm if self._norm is None else self._norm
                     optimizer.stepped()
                 else:
                     self.skipped_steps += 1

@@ -38,6 +38,9 @@ class ChunkStepper:
 
     Args:
         block_numel: elements of a sub-block; default: `BLOCK_NUMEL` for each of up to four threads of PyTorch.
+
+    Attributes:
+        squares: the sum of the squares of all gradients as they come is added to it, from the cache; None: it is not.
     """
 
     def __init__(self, spec: OptimizerSpec, *, block_numel: int | None = None) -> None:
@@ -48,6 +51,7 @@ class ChunkStepper:
         self.spec = spec
         self._block_numel = block_numel
         self._scratch = torch.empty(0)
+        self.squares: float | None = None
 
     @torch.no_grad()
     def step(
@@ -112,8 +116,10 @@ class ChunkStepper:
                 merge_(weight, lo, master, scratch=spare)
             if copy_grads:
                 grad = grad_scratch[: grad.numel()].copy_(grad)
-                if grad_factor is not None:
-                    grad.mul_(grad_factor)
+            if self.squares is not None:
+                self.squares += float(torch.dot(grad, grad))
+            if grad_factor is not None:
+                grad.mul_(grad_factor)
             if self.spec.state_dtype == "fp32":
                 state = {name: field[block] for name, field in views.fields.items()}
             else:

@@ -12,6 +12,7 @@ alias takes a hash of the bytes; the unit compares before it lets go. A reader (
 from __future__ import annotations
 
 import collections
+import contextlib
 import io
 import sys
 import weakref
@@ -273,7 +274,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func in _ALIASES or "_fused" in getattr(func, "__name__", ""):
             for _, unit, index in entries:
                 unit.watch(index)
-        with zero.saved.around_op():  # torch function stays on: func may run user code that touches other away parameters
+        # torch function stays on: func may run user code that touches other away parameters
+        with contextlib.nullcontext() if zero.keep_attached else zero.saved.around_op():
             return func(*args, **kwargs)
     finally:
         with uninterrupted():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,11 +35,11 @@ class Gradients:
     """What all ranks know of the gradients of a step, before it is made.
 
     Attributes:
-        norm: over all parameters, as they are: of the sum over ranks, times the loss scale.
+        norm: over all parameters, as they are: of the sum over ranks, times the loss scale; None: the step sums it.
         bad: the first parameter with a gradient that is not finite, of those that forbid a step.
     """
 
-    norm: torch.Tensor  # fp32 []
+    norm: torch.Tensor | None  # fp32 []
     bad: str | None
 
 
@@ -52,16 +53,21 @@ def measure(unit: Unit) -> None:
             unit.norms[slot.index] = GradNorm(norm, bad)
 
 
-def look_at(zero: UnitSet, *, any_dtype: bool) -> Gradients:
+def look_at(zero: UnitSet, *, any_dtype: bool, lazily: bool) -> Gradients:
     """Sum the gradients over ranks, and look at them. All ranks call it together.
 
     The norm is that of the norms of the parameters, as in `torch.nn.utils.clip_grad_norm_`.
 
     Args:
         any_dtype: a gradient that is not finite is bad for fp32 weights too.
+        lazily: leave the norm out if nothing is bad: that takes four times as long as to see whether all are finite.
     """
     with quiet():
         zero.grads_landed()
+        if lazily and all(_is_finite(unit) for unit in zero.units):
+            for unit in zero.units:
+                unit.shut_grads()
+            return Gradients(None, None)
         if zero.sums is not None:
             zero.send_grads()
             zero.sums.finish()
@@ -77,6 +83,12 @@ def look_at(zero: UnitSet, *, any_dtype: bool) -> Gradients:
             norms = [n.float() for n in torch.stack(gathered).sum(0).sqrt()]
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float32)
         return Gradients(norm, None if bool(norm.isfinite()) else _first_bad(zero, known, any_dtype))
+
+
+def _is_finite(unit: Unit) -> bool:
+    """Whether the gradients of 16-bit weights are. False too where the sum of one is infinite."""
+    slots = (slot for slot in unit.layout.slots if slot.dtype is not torch.float32)
+    return all(math.isfinite(part.sum().item()) for slot in slots for part in _flat_grads(unit, slot))
 
 
 def _first_bad(zero: UnitSet, known: Sequence[GradNorm | None], any_dtype: bool) -> str | None:

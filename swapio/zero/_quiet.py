@@ -6,10 +6,9 @@ user's data. So the first interrupt waits for the end of such a section. A secon
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # as `signal`, without making enums of numbers: three of four parts of what a section costs
 import contextlib
-import signal
 import threading
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -18,6 +17,10 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["quiet", "uninterrupted"]
+
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_no_functions, _no_subclass_functions = torch._C.DisableTorchFunction, torch._C.DisableTorchFunctionSubclass
 
 
 class _Deferred:
@@ -48,12 +51,12 @@ class uninterrupted:  # noqa: N801  (a context manager used like a function; a c
         if not self._counts:
             return
         if not _deferred.depth:
-            handler = signal.getsignal(signal.SIGINT)
+            handler = _signal.getsignal(_signal.SIGINT)
             self._counts = callable(handler) and handler is not _deferred.note  # else nothing of Python runs on it
             if not self._counts:
                 return
             _deferred.handler, _deferred.pending = handler, False
-            signal.signal(signal.SIGINT, _deferred.note)
+            _signal.signal(_signal.SIGINT, _deferred.note)
         _deferred.depth += 1
 
     def __exit__(self, *_: object) -> None:
@@ -61,24 +64,42 @@ class uninterrupted:  # noqa: N801  (a context manager used like a function; a c
             return
         _deferred.depth -= 1
         if not _deferred.depth:
-            signal.signal(signal.SIGINT, _deferred.handler)
+            _signal.signal(_signal.SIGINT, _deferred.handler)
             if _deferred.pending:
                 _deferred.pending = False
-                _deferred.handler(signal.SIGINT, _deferred.frame)
+                _deferred.handler(_signal.SIGINT, _deferred.frame)
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
+class quiet:  # noqa: N801  (as `uninterrupted`)
     """No gradient, no inference mode, no torch-function or dispatch mode, no functorch level, and no interrupt."""
-    with uninterrupted(), contextlib.ExitStack() as stack:
+
+    __slots__ = ("_functions", "_grad", "_rare", "_section")
+
+    def __enter__(self) -> None:
+        self._section = uninterrupted()
+        self._section.__enter__()
+        self._rare: contextlib.ExitStack | None = None
+        if torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None or _dispatch_modes():
+            self._rare = _without_modes()
+        self._functions = _no_functions() if torch._C._len_torch_function_stack() else _no_subclass_functions()
+        self._functions.__enter__()
+        self._grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *error: Any) -> None:
+        torch._C._set_grad_enabled(self._grad)
+        self._functions.__exit__(*error)
+        if self._rare is not None:
+            self._rare.__exit__(*error)
+        self._section.__exit__()
+
+
+def _without_modes() -> contextlib.ExitStack:
+    with contextlib.ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         if torch._C._functorch.peek_interpreter_stack() is not None:
             stack.enter_context(temporarily_clear_interpreter_stack())
-        if torch._C._len_torch_dispatch_stack():
+        if _dispatch_modes():
             stack.enter_context(_disable_current_modes())
-        stack.enter_context(
-            torch._C.DisableTorchFunction() if torch._C._len_torch_function_stack() else torch._C.DisableTorchFunctionSubclass()
-        )
-        stack.enter_context(torch.no_grad())
-        yield
+        return stack.pop_all()

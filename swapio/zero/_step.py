@@ -211,13 +211,19 @@ class ChunkedStep:
     def state_nbytes(self) -> int:
         return sum(record.nbytes for record in self.records())
 
-    def gradients(self, *, any_dtype: bool = False) -> Gradients:
+    def gradients(self, *, any_dtype: bool = False, clips: bool = True) -> Gradients:
         """See `look_at`.
+
+        Args:
+            clips: the norm must be known before the step. Else, with everything in memory, it may be left to `step`: see `norm`.
 
         Raises:
             UsageError: the step must be skipped, but units have been stepped in backward.
         """
-        found = look_at(self.zero, any_dtype=any_dtype)
+        at_hand = self.zero.ranks.alone and self.zero.keep_attached and self.zero.step_place is Place.HOST
+        lazily = at_hand and self.timing is StepTiming.AT_STEP and not (clips or any_dtype)
+        found = look_at(self.zero, any_dtype=any_dtype, lazily=lazily)
+        self._stepper.squares = 0.0 if found.norm is None else None
         if found.bad is not None and self.timing is StepTiming.IN_BACKWARD:
             raise UsageError(_CANNOT_SKIP.format(found.bad))
         return found
@@ -242,7 +248,7 @@ class ChunkedStep:
             factor: and multiplied by it, to clip them.
         """
         zero = self.zero
-        zero.detach_idle()  # their memory is needed for staging
+        zero.make_room(None)  # for staging
         zero.shut_grads()
         zero.leave_room_for_gradients(stepping=True)
         groups = [dict(group) for group in groups]  # as they are now
@@ -250,6 +256,8 @@ class ChunkedStep:
             with quiet():
                 for unit in list(self.due):
                     self.apply_due(unit)
+                if self._stepper.squares:  # of a step that failed
+                    self._stepper.squares = 0.0
                 work = [u for u in zero.units if any(u.has_grad)]  # the same on all ranks
                 if zero.schedule is not None and self.timing is not StepTiming.IN_FORWARD:
                     zero.schedule.announce((use for u in work for use in self.uses(u)), last=True)
@@ -264,6 +272,11 @@ class ChunkedStep:
                 self._stepped.clear()
         finally:
             zero.leave_room_for_gradients()
+
+    @property
+    def norm(self) -> torch.Tensor:
+        """fp32 []: of all gradients of the last step, where `gradients` has left it out."""
+        return torch.tensor(self._stepper.squares or 0.0, dtype=torch.float64).sqrt().float()
 
     def uses(self, unit: Unit) -> Iterator[tuple[Record, Place]]:
         """What an update of a unit uses, in order."""
