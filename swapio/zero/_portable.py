@@ -50,6 +50,10 @@ class Portion:
         """Of what `read` gives and `write` takes."""
         return torch.float32 if self.slot.trained else self.slot.dtype
 
+    def weight(self) -> Portion:
+        """In place of a master the weight that it rounds to, in the weight's own dtype. For `read` alone: nothing else is brought."""
+        return dataclasses.replace(self, chunk=None)
+
 
 class PortableState:
     """Reads and writes portions one after the other; a unit and a chunk are in memory at a time, as in a step.
@@ -147,16 +151,10 @@ class PortableState:
                 first = stop
         yield from _uncovered(first, last)
 
-    def read(self, portion: Portion, *, weight: bool = False) -> torch.Tensor:
-        """The values, `[numel]` in host memory; good until the next call.
-
-        Args:
-            weight: in place of a master, the weight that it rounds to.
-        """
+    def read(self, portion: Portion) -> torch.Tensor:
+        """The values, `[numel]` in host memory; good until the next call."""
         with self._zero.lock, quiet():
             numel = portion.stop - portion.start
-            if weight:
-                portion = dataclasses.replace(portion, chunk=None)
             weights, chunk = self._pin(portion, dirty=False)
             if chunk is None or portion.chunk is None:
                 return _weights(portion, weights).cpu()
