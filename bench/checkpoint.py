@@ -7,8 +7,8 @@
 Everything rests on the drive. Each part is measured alone, in one process: the peak of resident memory is reset before it (`clear_refs`),
 and what it is above the peak of a training step is the cost of the part; bytes read and written are what the kernel counted for the
 process. Beside each part, right after it, a copy moves what the part has to move at least, however it is made: an export reads fp32 masters
-and writes weights. A copy is read and written in pieces of 4 MiB and synced, its source dropped from the page cache before, of at most 6 GB
-read, and counts for as many bytes as the part has. Updates that the last step has put off are made before. Everything is deleted at the end.
+and writes weights. A copy is read and written in pieces of 4 MiB and synced, its source dropped from the page cache before, of 6 GB at
+most, and counts for as many bytes as the part has. Updates that the last step has put off are made before. In the end all is deleted.
 """
 
 from __future__ import annotations

@@ -94,6 +94,16 @@ class PortableState:
         self._prefetcher = self._zero.manager.prefetcher()
         self._prefetcher.follow([(record, self._zero.step_place) for record in order], 0)
 
+    def overwrite(self, portions: Sequence[Portion], rest: Iterable[Portion]) -> None:
+        """`portions` are going to be written, in order, and `rest` not or later: what is wholly replaced is forgotten, not read."""
+        with self._zero.lock, quiet():
+            self._release(0)
+            partly = {r for p in rest for r in _records(p)} | {p.unit.record for p in portions if not p.slot.trained}
+            for record in dict.fromkeys(r for p in portions for r in _records(p)):
+                if record.extent is not None and record.device is None and not record.in_file and record not in partly:
+                    self._zero.manager.discard(record)
+        self.expect(portions)
+
     def settle(self) -> None:
         """Make updates that are due, and take over what the user wrote into weights.
 
