@@ -26,6 +26,7 @@ __all__ = ["DTYPES", "as_weight", "export", "export_dtype", "exported", "get_fp3
 logger = logging.getLogger("swapio")
 
 _STRETCH_NUMEL = 1 << 20
+_BLOCK_NUMEL = 1 << 14  # so few that PyTorch does not share them among threads, which takes longer beside busy cores
 DTYPES = {
     "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
     "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
@@ -48,8 +49,8 @@ def get_fp32_state_dict(checkpoint: str | os.PathLike[str], tag: str | None = No
     wanted = model.entries(torch.float32)
     found = {e.name: torch.empty(e.shape, dtype=e.dtype) for e in wanted}
 
-    def put(name: str, start: int, values: torch.Tensor) -> None:
-        found[name].view(-1)[start : start + values.numel()].copy_(values)
+    def put(entry: Entry, start: int, numel: int, values: Callable[[], torch.Tensor]) -> None:
+        found[entry.name].view(-1)[start : start + numel].copy_(values())
 
     model.load(wanted, put)
     return found | {other: found[kept] for other, kept in model.ties.items()}
@@ -87,10 +88,10 @@ def export(
     behind = WriteBehind()
     done = 0
 
-    def put(name: str, start: int, values: torch.Tensor) -> None:
+    def put(entry: Entry, start: int, numel: int, values: Callable[[], torch.Tensor]) -> None:
         nonlocal done
-        behind.call(functools.partial(writer.write, name, values, start))
-        done += values.nbytes
+        behind.call(lambda: writer.write(entry.name, values(), start))
+        done += numel * entry.dtype.itemsize
         if progress is not None:
             progress(done, writer.nbytes)
 
@@ -141,7 +142,7 @@ def as_weight(values: torch.Tensor, dtype: torch.dtype, *, trained_as: torch.dty
     """Masters as weights: those of a bfloat16 weight are rounded as in training."""
     if values.dtype is torch.float32 and dtype is trained_as is torch.bfloat16:
         weights = torch.empty(values.shape, dtype=dtype)
-        round_(values, weights)
+        round_(values, weights, scratch=torch.empty(_BLOCK_NUMEL, dtype=torch.int32))
         return weights
     return values.to(dtype)
 
@@ -191,12 +192,13 @@ class _Model:
             )
         return found
 
-    def load(self, entries: Iterable[Entry], put: Callable[[str, int, torch.Tensor], None]) -> None:
-        """Give `put` all elements, as (name, first element, values), in order."""
+    def load(self, entries: Iterable[Entry], put: Callable[[Entry, int, int, Callable[[], torch.Tensor]], None]) -> None:
+        """Give `put` all elements in order: the entry, the first one, how many, and a function that converts them, for any thread."""
 
         def taken(entry: Entry, start: int) -> Callable[[torch.Tensor], None]:
             trained_as = self._known[entry.name]["dtype"]
-            return lambda values: put(entry.name, start, as_weight(values, entry.dtype, trained_as=trained_as))
+            convert = functools.partial(as_weight, dtype=entry.dtype, trained_as=trained_as)
+            return lambda values: put(entry, start, values.numel(), functools.partial(convert, values))
 
         stretches = []
         for entry in entries:

@@ -48,7 +48,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 Progress = Callable[[int, int], None] | None
 """Is told the bytes that are done, and those that there are."""
 
-Check = Callable[[str, int, bytes], None]
+Check = Callable[[str, int, bytearray], None]
 """Is given the file, the offset and the content of a part that was read; raises `StorageError` if that is not what was written."""
 
 
@@ -246,7 +246,7 @@ def checker(path: Path) -> Check:
             known[name, offset] = part
             offset += part.nbytes
 
-    def check(name: str, offset: int, content: bytes) -> None:
+    def check(name: str, offset: int, content: bytearray) -> None:
         part, digest = known[name, offset], xxhash.xxh3_64_intdigest(content)
         if digest != part.xxh3_64:
             raise _changed(path / name, offset, part, digest)

@@ -1,4 +1,4 @@
-"""Reading ahead and writing behind: a thread for each, and one call that is made while the caller does something else."""
+"""Reading ahead and writing behind, on threads, while the caller does something else."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ __all__ = ["WriteBehind", "ahead"]
 
 T = TypeVar("T")
 
+_AHEAD = 3  # one read at a time leaves most of a drive unused
+
 
 def ahead(calls: Iterable[Callable[[], T]]) -> Generator[T]:
-    """Results of calls in their order, made on a thread, the next one while the caller uses the one before. Close it to stop early."""
-    with ThreadPoolExecutor(1, "swapio-read-ahead") as pool:
+    """Results of calls in their order; the next three are made, on threads, while the caller uses one. Close it to stop early."""
+    with ThreadPoolExecutor(_AHEAD, "swapio-read-ahead") as pool:
         futures: collections.deque[Future[T]] = collections.deque()
         for call in calls:
             futures.append(pool.submit(call))
-            if len(futures) > 1:
+            if len(futures) > _AHEAD:
                 yield futures.popleft().result()
         while futures:
             yield futures.popleft().result()
