@@ -5,9 +5,10 @@
     python bench/checkpoint.py --tiny                                         # seconds, for the tests
 
 Everything rests on the drive. Each part is measured alone, in one process: the peak of resident memory is reset before it (`clear_refs`),
-and what it is above the peak of a training step is the cost of the part. A copy is read and written in pieces of 4 MiB and synced, its
-source dropped from the page cache before, of at most 6 GB, and counts for as many bytes as the part has. Updates that the last step has put
-off are made before. Everything is deleted at the end.
+and what it is above the peak of a training step is the cost of the part; bytes read and written are what the kernel counted for the
+process. Beside each part, right after it, a copy moves what the part has to move at least, however it is made: an export reads fp32 masters
+and writes weights. A copy is read and written in pieces of 4 MiB and synced, its source dropped from the page cache before, of 6 GB at
+most, and counts for as many bytes as the part has. Updates that the last step has put off are made before. In the end all is deleted.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch
 import swapio
 from bench._models import GPT
 from bench._run import Cells, save, settle
-from bench._steps import add_flags, batches, peak_rss, reset_peak, shape_of
+from bench._steps import add_flags, batches, io_nbytes, peak_rss, reset_peak, shape_of
 from swapio.checkpoint import export
 
 MIB = 2**20
@@ -37,12 +38,13 @@ COPY_NBYTES = 6 * 10**9
 
 @dataclasses.dataclass
 class Part:
-    """One thing that was measured: bytes that it reads or writes on the drive, and beside it the seconds to copy as many."""
+    """One thing that was measured: bytes that it reads and writes on the drive, and beside it the seconds to copy what it must at least."""
 
     what: str
     seconds: float
-    nbytes: int
+    moved: tuple[int, int]  # bytes read and written
     above: int  # bytes of peak memory above training
+    least: tuple[int, int] = 0, 0  # bytes that it must read and write
     copy_s: float | None = None
 
 
@@ -56,19 +58,21 @@ def forget(path: Path) -> None:
             os.close(descriptor)
 
 
-def copy(source: Path, target: Path) -> float:
-    """Seconds to copy a folder, by its first files."""
+def copy(source: Path, target: Path, nbytes: tuple[int, int]) -> float:
+    """Seconds to read the first of the bytes from a folder, and to write the second of them, in turns."""
     forget(source)
+    read, written = nbytes
     start, copied = time.perf_counter(), 0
-    target.mkdir()
-    for path in sorted(source.iterdir()):
-        with path.open("rb", buffering=0) as reader, (target / path.name).open("wb", buffering=0) as writer:
-            while copied < COPY_NBYTES and (piece := reader.read(4 * MIB)):
-                copied += writer.write(piece)
-            os.fsync(writer.fileno())
+    with target.open("wb", buffering=0) as writer:
+        for path in sorted(source.iterdir(), key=lambda p: -p.stat().st_size):
+            with path.open("rb", buffering=0) as reader:
+                while copied < min(read, COPY_NBYTES) and (piece := reader.read(4 * MIB)):
+                    copied += len(piece)
+                    writer.write(piece[: len(piece) * written // read])
+        os.fsync(writer.fileno())
     seconds = time.perf_counter() - start
-    shutil.rmtree(target)
-    return seconds * nbytes_in(source) / copied
+    target.unlink()
+    return seconds * read / copied
 
 
 def nbytes_in(folder: Path) -> int:
@@ -107,23 +111,34 @@ def measure(args: argparse.Namespace, work: Path) -> tuple[list[Part], dict[str,
     plain = [timed(step) for _ in range(args.steps)]
     training, step_s = max(p for _, p in plain), min(s for s, _ in plain)
     parts: list[Part] = []
-    saved, out = work / "saved", work / "out"
+    saved, out, live = work / "saved", work / "out", work / "live"
 
-    def part(what: str, run: Callable[[], Any], folder: Path) -> None:
+    def part(what: str, run: Callable[[], Any], *, dropped: Path | None = None) -> None:
         if engine.zero.closed is None:
             engine.zero.stepper.apply_all_due()
-        forget(folder) if folder.exists() else None
+        if dropped is not None:
+            forget(dropped)
+        before = io_nbytes()
         seconds, peak = timed(run)
-        parts.append(Part(what, seconds, nbytes_in(folder), peak - training))
+        read, written = (b - a for a, b in zip(before, io_nbytes(), strict=True))
+        parts.append(Part(what, seconds, (read, written), peak - training))
 
-    part("save", lambda: engine.save_checkpoint(saved, tag="a"), saved)
-    copy_s = copy(saved / "a", work / "copy")
+    def beside(source: Path, read: int, written: int) -> None:
+        parts[-1].least, parts[-1].copy_s = (read, written), copy(source, work / "copy", (read, written))
+
+    part("save", lambda: engine.save_checkpoint(saved, tag="a"))
+    nbytes = nbytes_in(saved)
+    beside(saved / "a", nbytes, nbytes)
     expected = step()
-    part("load", lambda: engine.load_checkpoint(saved, "a"), saved)
+    part("load", lambda: engine.load_checkpoint(saved, "a"), dropped=saved)
+    beside(saved / "a", nbytes, nbytes)
     losses = expected, step()
-    parts[0].copy_s = parts[1].copy_s = copy_s
     engine.load_checkpoint(saved, "a")
+    part("save_16bit_model", lambda: engine.save_16bit_model(live))
+    weights, masters = nbytes_in(live), 4 * shape.num_params
+    beside(saved / "a", weights, weights)
     shutil.rmtree(saved)
+    shutil.rmtree(live)
 
     during: list[float] = []
 
@@ -133,14 +148,14 @@ def measure(args: argparse.Namespace, work: Path) -> tuple[list[Part], dict[str,
             during.append(timed(step)[0])
         engine.wait_for_checkpoint()
 
-    part("save, training", save_meanwhile, saved)
+    part("save, training", save_meanwhile)
     engine.abandon()
-    part("export", lambda: export(saved, out), out)
-    parts[-1].copy_s = copy(out, work / "copy")
+    part("export", lambda: export(saved, out), dropped=saved)
+    beside(saved / "b", masters, weights)
     shutil.rmtree(saved)
     made: list[Any] = []
-    part("load_pretrained", lambda: made.append(swapio.load_pretrained(lambda: GPT(shape), out, config)), out)
-    parts[-1].copy_s = parts[-2].copy_s
+    part("load_pretrained", lambda: made.append(swapio.load_pretrained(lambda: GPT(shape), out, config)), dropped=out)
+    beside(out, weights, weights)
     return parts, {
         "parameters": shape.num_params,
         "host_memory": args.host_memory,
@@ -152,14 +167,18 @@ def measure(args: argparse.Namespace, work: Path) -> tuple[list[Part], dict[str,
 
 
 def table(parts: list[Part], facts: dict[str, Any]) -> Cells:
-    rows: Cells = [("", "bytes", "seconds", "copying as many", "ratio", "peak RSS above training")]
+    rows: Cells = [("", "reads + writes", "seconds", "a copy of", "takes", "ratio", "peak RSS above training")]
     for p in parts:
-        copying = ("-", "-") if p.copy_s is None else (f"{p.copy_s:.2f} s", f"{p.seconds / p.copy_s:.2f}")
-        rows.append((p.what, f"{p.nbytes / 1e6:.0f} MB", f"{p.seconds:.2f} s", *copying, f"{p.above / MIB:+.0f} MiB"))
+        copying = ("-", "-", "-") if p.copy_s is None else (_sum(p.least), f"{p.copy_s:.2f} s", f"{p.seconds / p.copy_s:.2f}")
+        rows.append((p.what, _sum(p.moved), f"{p.seconds:.2f} s", *copying, f"{p.above / MIB:+.0f} MiB"))
     during = facts["steps_while_saving_s"]
     slow = f"{len(during)} steps, of {facts['step_s']:.2f} s alone"
-    rows.append(("training meanwhile", "-", f"{sum(during):.2f} s", slow, f"{sum(during) / len(during) / facts['step_s']:.2f}", "-"))
+    rows.append(("training meanwhile", "-", f"{sum(during):.2f} s", slow, "-", f"{sum(during) / len(during) / facts['step_s']:.2f}", "-"))
     return rows
+
+
+def _sum(moved: tuple[int, int]) -> str:
+    return f"{moved[0] / 1e6:.0f} + {moved[1] / 1e6:.0f} MB"
 
 
 def draw(figure: Any, parts: list[Part]) -> None:
@@ -167,7 +186,7 @@ def draw(figure: Any, parts: list[Part]) -> None:
     shown = [p for p in parts if p.copy_s]
     axes.bar([p.what for p in shown], [p.seconds / p.copy_s for p in shown if p.copy_s])
     axes.axhline(1.0, color="tab:gray", linestyle=":")
-    axes.set_ylabel("seconds / seconds of copying as many bytes")
+    axes.set_ylabel("seconds / seconds of a copy")
 
 
 def main(argv: list[str]) -> int:

@@ -2,7 +2,7 @@
 
 from ._boxes import Box, boxes
 from ._deepspeed import DeepSpeedStored, is_deepspeed
-from ._export import DTYPES, as_weight, export, export_dtype, exported, get_fp32_state_dict, write_model_config
+from ._export import DTYPES, as_weight, export, export_dtype, exported, get_fp32_state_dict, model_config_text
 from ._folder import (
     Part,
     Progress,
@@ -59,6 +59,7 @@ __all__ = [
     "latest_tag",
     "leftovers",
     "listed",
+    "model_config_text",
     "publish",
     "remove_old",
     "resolve",
@@ -66,5 +67,4 @@ __all__ = [
     "tags",
     "temporary_folder",
     "verify",
-    "write_model_config",
 ]

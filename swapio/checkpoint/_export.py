@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -13,17 +14,19 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError, UsageError
-from ..optim import round_bf16
-from ._folder import Progress, resolve, verify
+from ..optim import round_
+from ._folder import Progress, checker, resolve
 from ._names import ENGINE, key
+from ._pipeline import WriteBehind
 from ._safetensors import Entry, SafetensorsWriter
 from ._tensors import Stored, Stretch
 
-__all__ = ["DTYPES", "as_weight", "export", "export_dtype", "exported", "get_fp32_state_dict", "write_model_config"]
+__all__ = ["DTYPES", "as_weight", "export", "export_dtype", "exported", "get_fp32_state_dict", "model_config_text"]
 
 logger = logging.getLogger("swapio")
 
 _STRETCH_NUMEL = 1 << 20
+_BLOCK_NUMEL = 1 << 14  # so few that PyTorch does not share them among threads, which takes longer beside busy cores
 DTYPES = {
     "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
     "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
@@ -46,8 +49,8 @@ def get_fp32_state_dict(checkpoint: str | os.PathLike[str], tag: str | None = No
     wanted = model.entries(torch.float32)
     found = {e.name: torch.empty(e.shape, dtype=e.dtype) for e in wanted}
 
-    def put(name: str, start: int, values: torch.Tensor) -> None:
-        found[name].view(-1)[start : start + values.numel()].copy_(values)
+    def put(entry: Entry, start: int, numel: int, values: Callable[[], torch.Tensor]) -> None:
+        found[entry.name].view(-1)[start : start + numel].copy_(values())
 
     model.load(wanted, put)
     return found | {other: found[kept] for other, kept in model.ties.items()}
@@ -66,7 +69,7 @@ def export(
     """Write the model of a checkpoint as safetensors into the folder `out`; returns their bytes.
 
     One file, or several with an index; with a `config.json` where `transformers` can load it. A tensor with several names is stored under
-    the first, as `transformers` does. Some MiB are in memory at a time.
+    the first, as `transformers` does. Some MiB are in memory at a time. What is needed is read once; if it is damaged, nothing appears.
 
     Args:
         checkpoint, tag: as for `get_fp32_state_dict`.
@@ -80,26 +83,29 @@ def export(
     wanted_dtype = export_dtype(dtype)
     model = _Model(resolve(Path(checkpoint), tag))
     wanted = model.entries(wanted_dtype, trainable_only=trainable_only)
-    writer = SafetensorsWriter(Path(out), wanted, ties=model.ties, max_shard_nbytes=max_shard_nbytes)
+    texts = {} if model.config is None or trainable_only else {"config.json": model_config_text(model.config, wanted)}
+    writer = SafetensorsWriter(Path(out), wanted, ties=model.ties, texts=texts, max_shard_nbytes=max_shard_nbytes)
+    behind = WriteBehind()
     done = 0
 
-    def put(name: str, start: int, values: torch.Tensor) -> None:
+    def put(entry: Entry, start: int, numel: int, values: Callable[[], torch.Tensor]) -> None:
         nonlocal done
-        writer.write(name, values, start)
-        done += values.nbytes
+        behind.call(lambda: writer.write(entry.name, values(), start))
+        done += numel * entry.dtype.itemsize
         if progress is not None:
             progress(done, writer.nbytes)
 
     try:
         writer.create()
         model.load(wanted, put)
+        behind.wait()
         writer.sync()
     except BaseException:
+        behind.close()
         writer.abandon()
         raise
+    behind.close()
     writer.publish()
-    if model.config is not None and not trainable_only:
-        write_model_config(Path(out), model.config, wanted)
     return writer.nbytes
 
 
@@ -135,12 +141,14 @@ def exported(known: Mapping[str, Mapping[str, Any]], dtype: torch.dtype | None, 
 def as_weight(values: torch.Tensor, dtype: torch.dtype, *, trained_as: torch.dtype) -> torch.Tensor:
     """Masters as weights: those of a bfloat16 weight are rounded as in training."""
     if values.dtype is torch.float32 and dtype is trained_as is torch.bfloat16:
-        return round_bf16(values)
+        weights = torch.empty(values.shape, dtype=dtype)
+        round_(values, weights, scratch=torch.empty(_BLOCK_NUMEL, dtype=torch.int32))
+        return weights
     return values.to(dtype)
 
 
-def write_model_config(out: Path, config: str, entries: Iterable[Entry]) -> None:
-    """Write `config.json`, with the dtype that most of the exported elements have."""
+def model_config_text(config: str, entries: Iterable[Entry]) -> str:
+    """Of `config.json`, with the dtype that most of the exported elements have."""
     content = json.loads(config)
     numels: dict[torch.dtype, int] = {}
     for entry in entries:
@@ -148,7 +156,7 @@ def write_model_config(out: Path, config: str, entries: Iterable[Entry]) -> None
     floating = [d for d in numels if d.is_floating_point]
     if floating:
         content["dtype"] = str(max(floating, key=lambda d: numels[d])).removeprefix("torch.")
-    (out / "config.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
 
 class _Model:
@@ -159,8 +167,7 @@ class _Model:
     """
 
     def __init__(self, path: Path) -> None:
-        verify(path, but="optimizer.")  # which is not needed
-        self._stored = Stored(path)
+        self._stored = Stored(path, check=checker(path))
         objects = self._stored.get(ENGINE)
         self._known: dict[str, dict[str, Any]] = objects["entries"]
         self._left_out: list[str] = objects["left_out"]
@@ -185,12 +192,13 @@ class _Model:
             )
         return found
 
-    def load(self, entries: Iterable[Entry], put: Callable[[str, int, torch.Tensor], None]) -> None:
-        """Give `put` all elements, as (name, first element, values), in order."""
+    def load(self, entries: Iterable[Entry], put: Callable[[Entry, int, int, Callable[[], torch.Tensor]], None]) -> None:
+        """Give `put` all elements in order: the entry, the first one, how many, and a function that converts them, for any thread."""
 
         def taken(entry: Entry, start: int) -> Callable[[torch.Tensor], None]:
             trained_as = self._known[entry.name]["dtype"]
-            return lambda values: put(entry.name, start, as_weight(values, entry.dtype, trained_as=trained_as))
+            convert = functools.partial(as_weight, dtype=entry.dtype, trained_as=trained_as)
+            return lambda values: put(entry, start, values.numel(), functools.partial(convert, values))
 
         stretches = []
         for entry in entries:

@@ -23,7 +23,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -31,8 +31,8 @@ from ..errors import StorageError, UsageError
 from ._deepspeed import is_deepspeed
 
 __all__ = [
-    "Part", "check_free", "check_tag", "damage", "find", "latest_tag", "leftovers", "listed", "part_of", "publish", "remove_old",
-    "resolve", "set_latest", "tags", "temporary_folder", "verify",
+    "Check", "Part", "check_free", "check_tag", "checker", "damage", "find", "latest_tag", "leftovers", "listed", "part_of", "publish",
+    "remove_old", "resolve", "set_latest", "tags", "temporary_folder", "verify",
 ]  # fmt: skip
 
 logger = logging.getLogger("swapio")
@@ -47,6 +47,9 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 Progress = Callable[[int, int], None] | None
 """Is told the bytes that are done, and those that there are."""
+
+Check = Callable[[str, int, bytearray], None]
+"""Is given the file, the offset and the content of a part that was read; raises `StorageError` if that is not what was written."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,7 +98,14 @@ def leftovers(directory: Path) -> list[str]:
 def tags(directory: Path) -> list[str]:
     """Whole checkpoints, the oldest first."""
     manifests = [p for p in directory.glob(f"*/{_MANIFEST}") if _TEMPORARY not in p.parent.name]
-    return [p.parent.name for p in sorted(manifests, key=lambda p: (p.stat().st_mtime, p.parent.name))]
+    return [p.parent.name for p in sorted(manifests, key=lambda p: (_saved_ns(p), p.parent.name))]
+
+
+def _saved_ns(manifest: Path) -> int:
+    """When it was saved, whatever was copied or touched since; of one that does not say, when its manifest was changed."""
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        return int(json.loads(manifest.read_bytes())["saved_ns"])
+    return manifest.stat().st_mtime_ns
 
 
 def listed(directory: Path) -> str:
@@ -159,7 +169,11 @@ def _digest(file: BinaryIO, nbytes: int) -> int:
 
 def publish(temporary: Path, final: Path, files: Mapping[str, Sequence[Part]]) -> None:
     """Give a complete folder its name."""
-    _write_synced(temporary / _MANIFEST, _manifest_text(final.name, files))
+    others = (_saved_ns(final.parent / tag / _MANIFEST) for tag in tags(final.parent))
+    saved_ns = max(time.time_ns(), 1 + max(others, default=0))  # the newest one, even where the clock was set back
+    named = {name: [[p.name, p.nbytes, f"{p.xxh3_64:016x}"] for p in parts] for name, parts in files.items()}
+    content = {"format": _FORMAT, "tag": final.name, "saved_ns": saved_ns, "files": named}
+    _write_synced(temporary / _MANIFEST, _sealed(content))
     _sync_folder(temporary)
     if final.exists():
         _exchange(temporary, final)
@@ -205,21 +219,43 @@ def set_latest(directory: Path, tag: str) -> None:
     _sync_folder(directory)
 
 
-def verify(path: Path, *, share: int = 0, num_shares: int = 1, but: str | None = None) -> None:
+def verify(path: Path, *, share: int = 0, num_shares: int = 1, only: str | None = None) -> None:
     """Compare sizes of all files, and the content of this share of their parts, with the manifest.
 
     Args:
-        but: parts whose names begin so are not read.
+        only: parts of another name are not read.
 
     Raises:
         StorageError: a file is missing, too short or too long, or a part has changed since it was written.
     """
-    for error in damage(path, share=share, num_shares=num_shares, but=but):
+    for error in damage(path, share=share, num_shares=num_shares, only=only):
         raise error
 
 
+def checker(path: Path) -> Check:
+    """Compare parts with the manifest as they are read; here sizes of all files, and `.metadata`, which says what is to be read.
+
+    Raises:
+        StorageError: as `verify`.
+    """
+    verify(path, only=".metadata")
+    known: dict[tuple[str, int], Part] = {}
+    for name, parts in _read_manifest(path)[1].items():
+        offset = 0
+        for part in parts:
+            known[name, offset] = part
+            offset += part.nbytes
+
+    def check(name: str, offset: int, content: bytearray) -> None:
+        part, digest = known[name, offset], xxhash.xxh3_64_intdigest(content)
+        if digest != part.xxh3_64:
+            raise _changed(path / name, offset, part, digest)
+
+    return check
+
+
 def damage(
-    path: Path, *, content: bool = True, share: int = 0, num_shares: int = 1, but: str | None = None, progress: Progress = None
+    path: Path, *, content: bool = True, share: int = 0, num_shares: int = 1, only: str | None = None, progress: Progress = None
 ) -> Iterator[StorageError]:
     """All that is not as the manifest says.
 
@@ -244,20 +280,23 @@ def damage(
         with file_path.open("rb") as file:
             for number, part in enumerate(parts):
                 file.seek(offset)
-                wanted = number % num_shares == share and not (but and part.name.startswith(but))
+                wanted = number % num_shares == share and only in (None, part.name)
                 if wanted and offset < found and (digest := _digest(file, part.nbytes)) != part.xxh3_64:
-                    why = f"it is not what was written: xxh3 {digest:016x} instead of {part.xxh3_64:016x}"
-                    yield _wrong(file_path, part.nbytes, part.nbytes, why, name=part.name, offset=offset)
+                    yield _changed(file_path, offset, part, digest)
                 offset += part.nbytes
                 done += part.nbytes
                 if progress is not None:
                     progress(done, total)
 
 
-def _manifest_text(tag: str, files: Mapping[str, Sequence[Part]]) -> str:
-    named = {name: [[p.name, p.nbytes, f"{p.xxh3_64:016x}"] for p in parts] for name, parts in files.items()}
-    content = {"format": _FORMAT, "tag": tag, "files": named}
-    return json.dumps(content | {"xxh3_64": xxhash.xxh3_64_hexdigest(json.dumps(content).encode())})
+def _changed(path: Path, offset: int, part: Part, digest: int) -> StorageError:
+    why = f"it is not what was written: xxh3 {digest:016x} instead of {part.xxh3_64:016x}"
+    return _wrong(path, part.nbytes, part.nbytes, why, name=part.name, offset=offset)
+
+
+def _sealed(content: Mapping[str, Any]) -> str:
+    """As JSON with a checksum."""
+    return json.dumps(dict(content) | {"xxh3_64": xxhash.xxh3_64_hexdigest(json.dumps(content).encode())})
 
 
 def _read_manifest(path: Path) -> tuple[str, dict[str, list[Part]]]:
@@ -270,7 +309,7 @@ def _read_manifest(path: Path) -> tuple[str, dict[str, list[Part]]]:
         if version != _FORMAT:
             raise UsageError(f"{manifest} has the format {version!r}; this version of swapio reads {_FORMAT}")
         files = {str(f): [Part(str(n), int(b), int(x, 16)) for n, b, x in parts] for f, parts in content["files"].items()}
-        if _manifest_text(content["tag"], files).encode() != text:
+        if _sealed({k: v for k, v in content.items() if k != "xxh3_64"}).encode() != text:
             raise ValueError("its checksum is another")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _wrong(manifest, len(text), 0, f"it is damaged: {type(error).__name__}: {error}") from error

@@ -14,11 +14,13 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
 
 from ..errors import StorageError, UsageError
+from ..io import start_writing
 from ..swap import FileMap
 from ._boxes import Box, boxes
 
@@ -62,6 +64,7 @@ class SafetensorsWriter:
 
     Args:
         ties: other names of tensors, by that under which they are stored: in the metadata, where the library looks for them.
+        texts: other files of the folder, by name.
         filename: of a model that fits in one file; of others `-00001-of-0000N` is added.
         max_shard_nbytes: of a file, unless one tensor is larger.
 
@@ -70,7 +73,14 @@ class SafetensorsWriter:
     """
 
     def __init__(
-        self, folder: Path, entries: Sequence[Entry], *, ties: Mapping[str, str], filename: str = "model.safetensors", max_shard_nbytes: int
+        self,
+        folder: Path,
+        entries: Sequence[Entry],
+        *,
+        ties: Mapping[str, str],
+        texts: Mapping[str, str] = MappingProxyType({}),
+        filename: str = "model.safetensors",
+        max_shard_nbytes: int,
     ) -> None:
         if max_shard_nbytes < 1:
             raise UsageError(f'max_shard_size: {max_shard_nbytes} bytes hold no tensor; use for example "5GB"')
@@ -84,6 +94,11 @@ class SafetensorsWriter:
         for number, shard in enumerate(shards, 1):
             name = filename if len(shards) == 1 else f"{_stem(filename)}-{number:05}-of-{len(shards):05}.safetensors"
             self._add(name, shard, ties)
+        self._texts = dict(texts)
+        if len(shards) > 1:
+            weights = {name: place.path.name.removesuffix(_TEMPORARY) for name, place in self._places.items()}
+            index = {"metadata": {"total_size": self.nbytes}, "weight_map": dict(sorted(weights.items()))}
+            self._texts[f"{filename}.index.json"] = json.dumps(index, indent=2) + "\n"  # the last that gets its name
 
     def _add(self, name: str, shard: Iterable[Entry], ties: Mapping[str, str]) -> None:
         stop, spans = 0, []
@@ -114,6 +129,10 @@ class SafetensorsWriter:
             with _named(path, name, self._sizes[name]), path.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, self._sizes[name])
                 file.write(header)
+        for name, text in self._texts.items():
+            path = self.folder / (name + _TEMPORARY)
+            with _named(path, name, len(text)), path.open("w", encoding="utf-8") as texts:
+                texts.write(text)
 
     def write(self, name: str, values: torch.Tensor, start: int = 0, *, stride: Sequence[int] | None = None) -> None:
         """Elements of a tensor from `start` on, in the order of a memory with these strides; default: contiguous. In any dtype."""
@@ -122,9 +141,10 @@ class SafetensorsWriter:
         if stride is None or tuple(stride) == torch.empty(entry.shape, device="meta").stride():
             content = memoryview(values.to(entry.dtype).contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
             with _named(place.path, name, content.nbytes), place.path.open("r+b", buffering=0) as file:
-                file.seek(place.offset + start * entry.dtype.itemsize)
+                offset, nbytes = file.seek(place.offset + start * entry.dtype.itemsize), content.nbytes
                 while content.nbytes:
                     content = content[file.write(content) :]
+                start_writing(file.fileno(), offset, nbytes)
             return
         whole = _mapped(place)
         for box in boxes(entry.shape, stride, start, start + values.numel()):
@@ -132,27 +152,21 @@ class SafetensorsWriter:
 
     def sync(self) -> None:
         """Make what this process wrote durable."""
-        for name in self._headers:
+        for name in (*self._headers, *self._texts):
             path = self.folder / (name + _TEMPORARY)
-            with _named(path, name, self._sizes[name]), path.open("rb") as file:
+            with _named(path, name, self._sizes.get(name, 0)), path.open("rb") as file:
                 os.fsync(file.fileno())
 
     def publish(self) -> None:
-        """Give the files their names, and remove those of another export."""
+        """Give the files their names, texts first but for the index, and remove those of another export."""
         with _named(self.folder, self.folder.name, self.nbytes):
             self._publish()
 
     def _publish(self) -> None:
         index = f"{self._filename}.index.json"
-        kept = {*self._headers}
-        for name in self._headers:
+        kept = {*self._headers, *self._texts}
+        for name in sorted(kept, key=lambda name: (name == index, name not in self._texts, name)):
             (self.folder / (name + _TEMPORARY)).rename(self.folder / name)
-        if len(self._headers) > 1:
-            weights = {name: place.path.name.removesuffix(_TEMPORARY) for name, place in self._places.items()}
-            content = {"metadata": {"total_size": self.nbytes}, "weight_map": dict(sorted(weights.items()))}
-            (self.folder / (index + _TEMPORARY)).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-            (self.folder / (index + _TEMPORARY)).rename(self.folder / index)
-            kept.add(index)
         digits = "[0-9]" * 5
         for pattern in (self._filename, index, f"{_stem(self._filename)}-{digits}-of-{digits}.safetensors"):
             for path in self.folder.glob(pattern):
@@ -161,7 +175,7 @@ class SafetensorsWriter:
 
     def abandon(self) -> None:
         """Remove what was written."""
-        for name in self._headers:
+        for name in (*self._headers, *self._texts):
             with contextlib.suppress(OSError):  # what went wrong before says more
                 (self.folder / (name + _TEMPORARY)).unlink()
 

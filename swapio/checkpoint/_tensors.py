@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
+import itertools
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -27,8 +30,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.futures import Future
 
 from ..errors import StorageError, UsageError
+from ..io import read_as_told
 from ..memory import copy_to
 from ._boxes import Box, boxes
+from ._pipeline import ahead
 
 __all__ = ["Stored", "Stretch"]
 
@@ -62,12 +67,16 @@ class Stretch:
 class Stored:
     """What a folder holds.
 
+    Args:
+        check: is given every part that is read.
+
     Attributes:
         shapes, dtypes: of the tensors, by name; complete ones.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, check: Callable[[str, int, bytearray], None] | None = None) -> None:
         self.path = path
+        self._check = check
         self.metadata: Metadata = FileSystemReader(path).read_metadata()
         tensors = {n: m for n, m in self.metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
         for name, tensor in tensors.items():
@@ -82,24 +91,23 @@ class Stored:
         """An object that was stored, its tensors in host memory. It is unpickled: load from a folder that you trust.
 
         Raises:
-            UsageError: its classes are not here.
+            UsageError: its classes are not here; StorageError: of the check.
         """
         if not isinstance(self.metadata.state_dict_metadata.get(name), BytesStorageMetadata):
             return None
         info: _StorageInfo = self.metadata.storage_data[MetadataIndex(name)]
         with (self.path / info.relative_path).open("rb") as file:
-            file.seek(info.offset)
-            content = io.BytesIO(file.read(info.length))
+            content = _content(file, info, self._check)
         try:
-            return torch.load(content, map_location="cpu", weights_only=False)
+            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)
         except (AttributeError, ImportError) as error:
             raise UsageError(
                 f"{name!r} in {self.path} has objects that cannot be made here: {error}; import or define their class"
             ) from error
 
     def load(self, stretches: Sequence[Stretch]) -> None:
-        """Read and `write` the stretches one after the other. This rank alone."""
-        reader = _Reader(self.path)
+        """Read and `write` the stretches one after the other, with some that are read ahead. This rank alone."""
+        reader = _Reader(self.path, self._check)
         try:
             with _alone():
                 load({}, storage_reader=reader, planner=_LoadPlanner(stretches), no_dist=True)
@@ -122,6 +130,7 @@ class _LoadPlanner(LoadPlanner):
         self._current: Stretch | None = None
         self._flat = torch.empty(0)
         self._missing = 0
+        self.stored: dict[str, TensorStorageMetadata] = {}
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         if metadata is None:
@@ -132,14 +141,15 @@ class _LoadPlanner(LoadPlanner):
         wanted: dict[str, list[tuple[int, Stretch, Box]]] = {}
         for number, stretch in enumerate(self._stretches):
             wanted.setdefault(stretch.name, []).extend((number, stretch, box) for box in stretch.boxes())
-        items: list[tuple[int, ReadItem]] = []
+        items: list[tuple[tuple[int, int], ReadItem]] = []
         for name, parts in wanted.items():
-            stored = cast(TensorStorageMetadata, self._metadata.state_dict_metadata[name])
+            stored = self.stored[name] = cast(TensorStorageMetadata, self._metadata.state_dict_metadata[name])
             chunks = [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for _, _, b in parts]
             self._boxes |= {MetadataIndex(name, box.offsets): (stretch, box) for _, stretch, box in parts}
             for item in create_read_items_for_chunk_list(name, stored, chunks):
-                items.append((parts[item.dest_index.index or 0][0], item))
-        items.sort(key=lambda i: i[0])
+                number, _, box = parts[item.dest_index.index or 0]
+                items.append(((number, box.start), item))
+        items.sort(key=lambda i: (i[0], tuple(i[1].dest_offsets)))  # as it lies in memory: what is stored is read once
         return LoadPlan([item for _, item in items])
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -167,26 +177,57 @@ class _LoadPlanner(LoadPlanner):
 
 
 class _Reader(FileSystemReader):
-    """Reads in the order of the plan."""
+    """Reads in the order of the plan, the next stored tensors while one is used."""
+
+    def __init__(self, path: Path, check: Callable[[str, int, bytearray], None] | None) -> None:
+        super().__init__(path)
+        self._check = check
+        self._chunks: dict[MetadataIndex, tuple[torch.dtype, torch.Size]] = {}
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        last: tuple[MetadataIndex, torch.Tensor] | None = None
+        runs = [(index, list(items)) for index, items in itertools.groupby(plan.items, key=lambda i: i.storage_index)]
+        tensors_by_name = cast(_LoadPlanner, planner).stored
+        self._chunks = {MetadataIndex(n, c.offsets): (t.properties.dtype, c.sizes) for n, t in tensors_by_name.items() for c in t.chunks}
         with contextlib.ExitStack() as stack:
-            files: dict[str, Any] = {}
-            for item in plan.items:
-                info: _StorageInfo = self.storage_data[item.storage_index]
-                if info.relative_path not in files:
-                    files[info.relative_path] = stack.enter_context((Path(self.path) / info.relative_path).open("rb"))
-                if last is None or last[0] != item.storage_index:
-                    last = None  # before the next one comes
-                    content = self._slice_file(files[info.relative_path], info)
-                    last = item.storage_index, torch.load(cast(Any, content), map_location="cpu", weights_only=True)
-                target = planner.resolve_tensor(item)
-                copy_to(target, _narrow(last[1], item.storage_offsets, item.lengths))
-                planner.commit_tensor(item, target)
+            names = dict.fromkeys(self.storage_data[index].relative_path for index, _ in runs)
+            files = {name: stack.enter_context((Path(self.path) / name).open("rb")) for name in names}
+            tensors = ahead(functools.partial(self._load, files, index) for index, _ in runs)
+            stack.enter_context(contextlib.closing(tensors))
+            for file in files.values():
+                read_as_told(file.fileno())
+            for (_, items), tensor in zip(runs, tensors, strict=True):
+                for item in items:
+                    target = planner.resolve_tensor(item)
+                    copy_to(target, _narrow(tensor, item.storage_offsets, item.lengths))
+                    planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _load(self, files: dict[str, BinaryIO], index: MetadataIndex) -> torch.Tensor:
+        """A stored tensor over the bytes that were read: `torch.load` would copy them, which took longer than to read them."""
+        info: _StorageInfo = self.storage_data[index]
+        content = _content(files[info.relative_path], info, self._check)
+        dtype, sizes = self._chunks[index]
+        return torch.frombuffer(content, dtype=dtype, count=math.prod(sizes), offset=_first_byte(content)).view(sizes)
+
+
+def _first_byte(content: bytearray) -> int:
+    """Of the elements, in what `torch.save` made of one tensor that has its storage for itself: a zip file, nothing in it compressed."""
+    start = content.rfind(b"PK\3\4", 0, content.index(b"/data/0"))  # its header, 30 bytes and what has lengths at 26 and 28
+    name, extra = (int.from_bytes(content[start + at : start + at + 2], "little") for at in (26, 28))
+    return start + 30 + name + extra
+
+
+def _content(file: BinaryIO, info: _StorageInfo, check: Callable[[str, int, bytearray], None] | None) -> bytearray:
+    content, done = bytearray(info.length), 0
+    with memoryview(content) as view:
+        while more := os.preadv(file.fileno(), [view[done:]], info.offset + done) if done < info.length else 0:
+            done += more
+    del content[done:]
+    if check is not None:
+        check(info.relative_path, info.offset, content)
+    return content
 
 
 def _narrow(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:

@@ -7,6 +7,7 @@ file, loading a stored chunk again for each part of it that is wanted. Here one 
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import threading
@@ -21,10 +22,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageIn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.utils.serialization import config
 
 from ..errors import StorageError, UsageError
+from ..io import start_writing
 from ._boxes import Box
 from ._folder import Part, part_of
+from ._pipeline import WriteBehind
 from ._tensors import Stretch
 
 __all__ = ["StretchWriter", "finish_folder"]
@@ -33,10 +37,10 @@ Written = tuple[WriteItem, Part]
 
 
 class StretchWriter:
-    """Writes the file of one rank into the folder `path`, in any order and from any thread.
+    """Writes the file of one rank into the folder `path`, in any order and from any thread, one stretch behind.
 
     Raises:
-        StorageError: no room, or another fault of the drive; each method.
+        StorageError: no room, or another fault of the drive; each method, maybe of what was given to the one before.
     """
 
     def __init__(self, path: Path, rank: int) -> None:
@@ -45,6 +49,7 @@ class StretchWriter:
         self._lock = threading.Lock()
         self._offset = 0
         self._written: list[Written] = []
+        self._behind = WriteBehind()
         try:
             self._file = self._path.open("xb", buffering=0)
         except OSError as error:
@@ -54,7 +59,9 @@ class StretchWriter:
         """The values of a stretch, `[stop - start]` in host memory."""
         for box in stretch.boxes():
             stream = io.BytesIO()
-            torch.save(_alone(box.view(values, stretch.start)), stream)
+            # for this thread alone: CRCs take most of the time, and the manifest has a checksum
+            with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
+                torch.save(_alone(box.view(values, stretch.start)), stream)
             self._append(_shard(stretch, box), stream)
 
     def write_objects(self, objects: Mapping[str, Any]) -> None:
@@ -72,28 +79,37 @@ class StretchWriter:
             self._append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO), stream)
 
     def _append(self, item: WriteItem, stream: io.BytesIO) -> None:
-        with stream.getbuffer() as content, self._lock:
+        with self._lock:
+            self._behind.call(functools.partial(self._write, item, stream))
+
+    def _write(self, item: WriteItem, stream: io.BytesIO) -> None:
+        with stream.getbuffer() as content:
             try:
                 done = 0
                 while done < content.nbytes:
                     done += self._file.write(content[done:])
             except OSError as error:
                 raise self._error(error, item.index.fqn, content.nbytes) from error
+            start_writing(self._file.fileno(), self._offset, content.nbytes)
             self._offset += content.nbytes
             self._written.append((item, Part(item.index.fqn, content.nbytes, xxhash.xxh3_64_intdigest(content))))
 
     def finish(self) -> list[Written]:
         """Sync the file; what is in it."""
+        with self._lock:
+            self._behind.wait()
         try:
             os.fsync(self._file.fileno())
             self._file.close()
         except OSError as error:
             raise self._error(error, self.name, 0) from error
+        self._behind.close()
         return self._written
 
     def abandon(self) -> None:
         """Close the file, whatever is in it. Idempotent."""
         with self._lock:
+            self._behind.close()
             self._file.close()
 
     def _error(self, error: OSError, name: str, wanted: int) -> StorageError:

@@ -222,8 +222,11 @@ class _Loading:
             raise
 
     def _stretches(self) -> list[Stretch]:
-        portions = [p for p in self.state.kept() if p.name in self._loaded and self._is_stored(p)]
-        self.state.expect(portions)
+        portions: list[Portion] = []
+        rest: list[Portion] = []
+        for p in self.state.kept():
+            (portions if p.name in self._loaded and self._is_stored(p) else rest).append(p)
+        self.state.overwrite(portions, rest)
         found = [stretch(p, write=self.state) for p in portions]
         return found + [buffer_stretch(n, b) for n, b in self._buffers.items() if n in self._loaded]
 

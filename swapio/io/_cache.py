@@ -1,4 +1,4 @@
-"""What of a file lies in the page cache: the proof that bytes came from the drive."""
+"""A file and the page cache: the proof that bytes came from the drive, and when they go there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from ..spec import round_up
 
-__all__ = ["cached_nbytes", "drop_cache"]
+__all__ = ["cached_nbytes", "drop_cache", "read_as_told", "start_writing"]
 
 
 def cached_nbytes(fd: int, nbytes: int) -> int | None:
@@ -34,3 +34,15 @@ def drop_cache(fd: int) -> None:
     """Take a file out of the page cache; what is not yet durable stays, so sync before."""
     with contextlib.suppress(OSError, AttributeError):
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def start_writing(fd: int, offset: int, nbytes: int) -> None:
+    """Have the drive write a range of a file without waiting for it, where the system can; else it begins with the sync at the end."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def read_as_told(fd: int) -> None:
+    """Have the system read nothing of a file but what it is told to: for who skips large parts, and reads ahead himself."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)

@@ -50,6 +50,10 @@ class Portion:
         """Of what `read` gives and `write` takes."""
         return torch.float32 if self.slot.trained else self.slot.dtype
 
+    def weight(self) -> Portion:
+        """In place of a master the weight that it rounds to, in the weight's own dtype. For `read` alone: nothing else is brought."""
+        return dataclasses.replace(self, chunk=None)
+
 
 class PortableState:
     """Reads and writes portions one after the other; a unit and a chunk are in memory at a time, as in a step.
@@ -89,6 +93,16 @@ class PortableState:
         self._num_pinned = 0
         self._prefetcher = self._zero.manager.prefetcher()
         self._prefetcher.follow([(record, self._zero.step_place) for record in order], 0)
+
+    def overwrite(self, portions: Sequence[Portion], rest: Iterable[Portion]) -> None:
+        """`portions` are going to be written, in order, and `rest` not or later: what is wholly replaced is forgotten, not read."""
+        with self._zero.lock, quiet():
+            self._release(0)
+            partly = {r for p in rest for r in _records(p)} | {p.unit.record for p in portions if not p.slot.trained}
+            for record in dict.fromkeys(r for p in portions for r in _records(p)):
+                if record.extent is not None and record.device is None and not record.in_file and record not in partly:
+                    self._zero.manager.discard(record)
+        self.expect(portions)
 
     def settle(self) -> None:
         """Make updates that are due, and take over what the user wrote into weights.
@@ -147,16 +161,10 @@ class PortableState:
                 first = stop
         yield from _uncovered(first, last)
 
-    def read(self, portion: Portion, *, weight: bool = False) -> torch.Tensor:
-        """The values, `[numel]` in host memory; good until the next call.
-
-        Args:
-            weight: in place of a master, the weight that it rounds to.
-        """
+    def read(self, portion: Portion) -> torch.Tensor:
+        """The values, `[numel]` in host memory; good until the next call."""
         with self._zero.lock, quiet():
             numel = portion.stop - portion.start
-            if weight:
-                portion = dataclasses.replace(portion, chunk=None)
             weights, chunk = self._pin(portion, dirty=False)
             if chunk is None or portion.chunk is None:
                 return _weights(portion, weights).cpu()

@@ -64,6 +64,79 @@ def test_plain_safetensors_load_it(tmp_path: Path, dtype: str) -> None:
     assert whole["calls"].dtype is torch.int64 and whole["head.weight"] is whole["first.weight"]
 
 
+def test_each_byte_is_read_once(tmp_path: Path) -> None:
+    """Checksums were compared in a pass before; and optimizer state, as large twice, is not needed."""
+    with engine_of(tmp_path, model=make(width=400), dtype="bf16") as engine:
+        engine.save_checkpoint(tmp_path / "saved", tag="a")
+    parts = json.loads((tmp_path / "saved" / "a" / "manifest.json").read_text())["files"]["__0_0.distcp"]
+    wanted = sum(nbytes for name, nbytes, _ in parts if not name.startswith("optimizer."))
+    others = sum((tmp_path / "saved" / "a" / name).stat().st_size for name in (".metadata", "manifest.json"))
+
+    def read_nbytes() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])  # rchar: by any read, from the drive or not
+
+    export(tmp_path / "saved", tmp_path / "out")  # so that everything is imported
+    for run in (lambda: export(tmp_path / "saved", tmp_path / "out"), lambda: swapio.get_fp32_state_dict(tmp_path / "saved")):
+        before = read_nbytes()
+        run()
+        assert wanted <= read_nbytes() - before < wanted + 4 * others + 50_000
+    assert others < wanted / 20
+
+
+def test_what_is_damaged_does_not_appear(tmp_path: Path) -> None:
+    """The error names the tensor, the export before stays; damage of what is not needed does not matter."""
+    with engine_of(tmp_path, model=Tied(), dtype="bf16") as engine:
+        train(engine, 0, 1)
+        engine.save_checkpoint(tmp_path / "saved", tag="a")
+    export(tmp_path / "saved", tmp_path / "out")
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    folder, offset = tmp_path / "saved" / "a", 0
+    for name, nbytes, _ in json.loads((folder / "manifest.json").read_text())["files"]["__0_0.distcp"]:
+        flip(folder / "__0_0.distcp", offset + nbytes - 1)
+        if name.startswith("module.") or name == "engine":
+            for out in ("out", "new"):
+                with pytest.raises(swapio.StorageError, match=rf"read of '{re.escape(name)}' failed: it is not what was written") as caught:
+                    export(tmp_path / "saved", tmp_path / out)
+                assert "__0_0.distcp" in str(caught.value)
+            with pytest.raises(swapio.StorageError, match=re.escape(name)):
+                swapio.get_fp32_state_dict(tmp_path / "saved")
+        elif name.startswith("optimizer."):
+            not_needed = offset
+        flip(folder / "__0_0.distcp", offset + nbytes - 1)
+        offset += nbytes
+    assert not (tmp_path / "new").exists() or not list((tmp_path / "new").iterdir())
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    flip(folder / "__0_0.distcp", not_needed)
+    assert export(tmp_path / "saved", tmp_path / "new")
+
+
+def test_texts_appear_with_the_weights(tmp_path: Path) -> None:
+    """`config.json` was written after them, in place."""
+
+    def writer(text: str, max_shard_nbytes: int) -> SafetensorsWriter:
+        entries = [Entry(name, torch.float32, (2,)) for name in "ab"]
+        return SafetensorsWriter(tmp_path, entries, ties={}, texts={"config.json": text}, max_shard_nbytes=max_shard_nbytes)
+
+    first = writer("first", 100)
+    first.create()
+    first.sync()
+    assert not any((tmp_path / name).exists() for name in ("config.json", "model.safetensors"))
+    first.publish()
+    assert {p.name for p in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+    second = writer("second", 8)
+    second.create()
+    assert (tmp_path / "config.json").read_text() == "first"
+    second.abandon()
+    assert {p.name for p in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+    second.create()
+    second.publish()
+    assert (tmp_path / "config.json").read_text() == "second"
+    assert {p.name for p in tmp_path.iterdir()} == {"config.json", "model.safetensors.index.json"} | {
+        f"model-0000{n}-of-00002.safetensors" for n in (1, 2)
+    }
+
+
 def test_what_was_exported_before_goes(tmp_path: Path) -> None:
     with engine_of(tmp_path) as engine:
         engine.save_16bit_model(tmp_path / "out", max_shard_size=20_000)

@@ -138,6 +138,19 @@ def test_old_ones_are_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         assert {p.name for p in directory.iterdir()} == (kept | {"f"}) - {"latest one", "d", "e"}
 
 
+def test_the_oldest_is_the_one_saved_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copied folder counted as new, and a clock that was set back would have the newest removed."""
+    with engine_of(tmp_path / "swap", params="none", state="none") as engine:
+        for tag in "zab":
+            engine.save_checkpoint(tmp_path, tag=tag, save_latest=False)
+        (tmp_path / "z" / "manifest.json").touch()
+        assert swapio.checkpoint.tags(tmp_path) == ["z", "a", "b"]
+        monkeypatch.setattr("time.time_ns", lambda: 1)
+        engine.save_checkpoint(tmp_path, tag="c", save_latest=False, keep_last=2)
+        assert swapio.checkpoint.tags(tmp_path) == ["b", "c"]
+        engine.load_checkpoint(tmp_path, "b")
+
+
 def test_tags(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with engine_of(tmp_path) as engine:
