@@ -192,7 +192,9 @@ def test_the_norm_without_clipping_is_summed_in_the_step(tmp_path: Path, missing
         engine.step()
         assert engine.get_global_grad_norm() == pytest.approx(torch.linalg.vector_norm(torch.stack(norms)).item(), rel=1e-6)
         engine.backward(engine(*batch(1)))
-        params[0].grad[:] = torch.inf
+        grad = params[0].grad
+        assert grad is not None
+        grad.fill_(torch.inf)
         before = [p.clone() for p in params]
         engine.step()
         assert engine.skipped_steps == 1 and engine.get_global_grad_norm() == torch.inf
