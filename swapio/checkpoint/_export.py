@@ -26,7 +26,6 @@ __all__ = ["DTYPES", "as_weight", "export", "export_dtype", "exported", "get_fp3
 logger = logging.getLogger("swapio")
 
 _STRETCH_NUMEL = 1 << 20
-_BLOCK_NUMEL = 1 << 14  # so few that PyTorch does not share them among threads, which takes longer beside busy cores
 DTYPES = {
     "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
     "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
@@ -142,7 +141,7 @@ def as_weight(values: torch.Tensor, dtype: torch.dtype, *, trained_as: torch.dty
     """Masters as weights: those of a bfloat16 weight are rounded as in training."""
     if values.dtype is torch.float32 and dtype is trained_as is torch.bfloat16:
         weights = torch.empty(values.shape, dtype=dtype)
-        round_(values, weights, scratch=torch.empty(_BLOCK_NUMEL, dtype=torch.int32))
+        round_(values, weights)
         return weights
     return values.to(dtype)
 

@@ -180,6 +180,27 @@ def test_the_norm_is_that_of_pytorch(tmp_path: Path) -> None:
         assert engine.get_global_grad_norm() == norm
 
 
+@pytest.mark.parametrize("missing", [False, True])
+def test_the_norm_without_clipping_is_summed_in_the_step(tmp_path: Path, missing: bool) -> None:
+    """With everything in memory nothing looks at the norm before; a gradient that was dropped does not count."""
+    with swapio.initialize(model=make(), config=config(tmp_path, params="cpu", state="cpu", dtype="bf16"))[0] as engine:
+        engine.backward(engine(*batch(0)))
+        params = list(engine.module.parameters())
+        if missing:
+            params[0].grad = None
+        norms = [torch.linalg.vector_norm(p.grad.float()) for p in params if p.grad is not None]
+        engine.step()
+        assert engine.get_global_grad_norm() == pytest.approx(torch.linalg.vector_norm(torch.stack(norms)).item(), rel=1e-6)
+        engine.backward(engine(*batch(1)))
+        grad = params[0].grad
+        assert grad is not None
+        grad.fill_(torch.inf)
+        before = [p.clone() for p in params]
+        engine.step()
+        assert engine.skipped_steps == 1 and engine.get_global_grad_norm() == torch.inf
+        assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+
+
 def test_monitor_and_log_say_what_a_step_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = config(tmp_path / "drive") | {
         "csv_monitor": {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "job"},
