@@ -257,7 +257,7 @@ def test_the_norm_is_of_the_gradients_that_are_stepped(tmp_path: Path, how: str)
 @pytest.mark.parametrize(
     ("timing", "bound"),
     [
-        # observed as soon as the counters lost nothing: 34, of which 8 are weights read again that were prefetched and went before their use
+        # observed once the counters lost nothing: 34, 8 of them weights read again that were prefetched and went before their use
         pytest.param("in_backward", 26.5, marks=pytest.mark.xfail(strict=True, reason="prefetched weights go before they are used")),
         ("in_forward", 30.7),
     ],
