@@ -5,6 +5,9 @@ drops the record expected last (Belady's rule, optimal for a known order; the ac
 least recently used would miss every time), and a prefetch never drops what is expected sooner than itself. A step that goes another way is
 never wrong, only slower.
 
+[Note: Where we are] A use is the next one of that record in the order, if that is not far; what lies between was left out. Else it is the
+one that comes after the use before it: a forward that was not followed by backward, as in evaluation, begins the order again.
+
 Source: L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966.
 """
 
@@ -17,6 +20,7 @@ from ..swap import Place, Record, SwapManager
 __all__ = ["Schedule", "next_uses"]
 
 _LONGEST = 1 << 16  # uses in a turn: who only evaluates never ends one
+_NEAR = 4  # the part of a turn that may be left out at once
 
 
 def next_uses(order: Sequence[object]) -> list[int]:
@@ -49,15 +53,26 @@ class Schedule:
             return
         if len(self._seen) >= _LONGEST:
             self.end_turn()
+        last = self._seen[-1][0] if self._seen else None
         self._seen.append((record, place))
-        expected = self._expected
-        at = next((i for i in range(self._position, len(expected)) if expected[i][0] is record), None)
+        at = self._find(record, last)
         if at is None:
             record.next_use = None
             return
+        if at < self._position:
+            self._seen = self._expected[: at + 1]
         self._position = at + 1
         record.next_use = self._base + self._next[at]
         self._prefetcher.move(self._base + self._position)
+
+    def _find(self, record: Record, last: Record | None) -> int | None:
+        """Where in the order this use is: see [Note: Where we are]."""
+        order = self._expected
+        places = [i for i, (r, _) in enumerate(order) if r is record]
+        ahead = next((i for i in places if i >= self._position), None)
+        if ahead is not None and ahead - self._position <= len(order) // _NEAR:
+            return ahead
+        return next((i for i in places if i and order[i - 1][0] is last), None)
 
     def announce(self, coming: Iterable[tuple[Record, Place]], *, last: bool = False) -> None:
         """These come next, before what was expected.
