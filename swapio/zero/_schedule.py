@@ -6,7 +6,7 @@ least recently used would miss every time), and a prefetch never drops what is e
 never wrong, only slower.
 
 [Note: Where we are] A use is the next one of that record in the order, if that is not far; what lies between was left out. Else it is the
-one that comes after the use before it: a forward that was not followed by backward, as in evaluation, begins the order again.
+one that comes soonest after a use of the record used before it: a forward without a backward, as in evaluation, begins the order again.
 
 Source: L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966.
 """
@@ -59,8 +59,6 @@ class Schedule:
         if at is None:
             record.next_use = None
             return
-        if at < self._position:
-            self._seen = self._expected[: at + 1]
         self._position = at + 1
         record.next_use = self._base + self._next[at]
         self._prefetcher.move(self._base + self._position)
@@ -68,11 +66,17 @@ class Schedule:
     def _find(self, record: Record, last: Record | None) -> int | None:
         """Where in the order this use is: see [Note: Where we are]."""
         order = self._expected
-        places = [i for i, (r, _) in enumerate(order) if r is record]
-        ahead = next((i for i in places if i >= self._position), None)
-        if ahead is not None and ahead - self._position <= len(order) // _NEAR:
-            return ahead
-        return next((i for i in places if i and order[i - 1][0] is last), None)
+        near = -(-len(order) // _NEAR)
+        for i in range(self._position, min(self._position + near + 1, len(order))):
+            if order[i][0] is record:
+                return i
+        best = since = None
+        for i, (each, _) in enumerate(order):
+            if each is record and since is not None and i - since <= near:
+                best, near = i, i - since - 1
+            if each is last:
+                since = i
+        return best
 
     def announce(self, coming: Iterable[tuple[Record, Place]], *, last: bool = False) -> None:
         """These come next, before what was expected.
