@@ -116,6 +116,7 @@ def measure(args: argparse.Namespace, work: Path) -> tuple[list[Part], dict[str,
     def part(what: str, run: Callable[[], Any], *, dropped: Path | None = None) -> None:
         if engine.zero.closed is None:
             engine.zero.stepper.apply_all_due()
+            engine.manager.flush().wait()  # what is still being written belongs to the part before
         if dropped is not None:
             forget(dropped)
         before = io_nbytes()

@@ -192,19 +192,17 @@ class _Model:
         return found
 
     def load(self, entries: Iterable[Entry], put: Callable[[Entry, int, int, Callable[[], torch.Tensor]], None]) -> None:
-        """Give `put` all elements in order: the entry, the first one, how many, and a function that converts them, for any thread."""
+        """Give `put` all elements in parts: the entry, the first one, how many, and a function that converts them, for any thread."""
 
-        def taken(entry: Entry, start: int) -> Callable[[torch.Tensor], None]:
+        def taken(entry: Entry) -> Callable[[int, torch.Tensor], None]:
             trained_as = self._known[entry.name]["dtype"]
             convert = functools.partial(as_weight, dtype=entry.dtype, trained_as=trained_as)
-            return lambda values: put(entry, start, values.numel(), functools.partial(convert, values))
+            return lambda start, values: put(entry, start, values.numel(), functools.partial(convert, values))
 
         stretches = []
         for entry in entries:
             stride, numel = torch.empty(entry.shape, device="meta").stride(), math.prod(entry.shape)
             for start in range(0, numel, _STRETCH_NUMEL):
                 stop, name = min(start + _STRETCH_NUMEL, numel), key(entry.name)
-                stretches.append(
-                    Stretch(name, self._stored.dtypes[name], entry.shape, stride, start, stop, write=taken(entry, start))
-                )  # fmt: skip
+                stretches.append(Stretch(name, self._stored.dtypes[name], entry.shape, stride, start, stop, put=taken(entry)))
         self._stored.load(stretches)

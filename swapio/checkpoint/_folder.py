@@ -219,16 +219,13 @@ def set_latest(directory: Path, tag: str) -> None:
     _sync_folder(directory)
 
 
-def verify(path: Path, *, share: int = 0, num_shares: int = 1, only: str | None = None) -> None:
+def verify(path: Path, *, share: int = 0, num_shares: int = 1) -> None:
     """Compare sizes of all files, and the content of this share of their parts, with the manifest.
-
-    Args:
-        only: parts of another name are not read.
 
     Raises:
         StorageError: a file is missing, too short or too long, or a part has changed since it was written.
     """
-    for error in damage(path, share=share, num_shares=num_shares, only=only):
+    for error in damage(path, share=share, num_shares=num_shares):
         raise error
 
 
@@ -238,9 +235,11 @@ def checker(path: Path) -> Check:
     Raises:
         StorageError: as `verify`.
     """
-    verify(path, only=".metadata")
+    _, files = _read_manifest(path)
+    for error in _damage(path, files, only=".metadata"):
+        raise error
     known: dict[tuple[str, int], Part] = {}
-    for name, parts in _read_manifest(path)[1].items():
+    for name, parts in files.items():
         offset = 0
         for part in parts:
             known[name, offset] = part
@@ -254,9 +253,7 @@ def checker(path: Path) -> Check:
     return check
 
 
-def damage(
-    path: Path, *, content: bool = True, share: int = 0, num_shares: int = 1, only: str | None = None, progress: Progress = None
-) -> Iterator[StorageError]:
+def damage(path: Path, *, content: bool = True, share: int = 0, num_shares: int = 1, progress: Progress = None) -> Iterator[StorageError]:
     """All that is not as the manifest says.
 
     Args:
@@ -264,6 +261,23 @@ def damage(
         progress: is told the bytes that were read, and those that will be.
     """
     _, files = _read_manifest(path)
+    return _damage(path, files, content=content, share=share, num_shares=num_shares, progress=progress)
+
+
+def _damage(
+    path: Path,
+    files: Mapping[str, Sequence[Part]],
+    *,
+    content: bool = True,
+    share: int = 0,
+    num_shares: int = 1,
+    only: str | None = None,
+    progress: Progress = None,
+) -> Iterator[StorageError]:
+    """
+    Args:
+        only: parts of another name are not read.
+    """
     total, done = sum(p.nbytes for parts in files.values() for p in parts), 0
     for name, parts in files.items():
         file_path, nbytes = path / name, sum(p.nbytes for p in parts)
@@ -279,10 +293,11 @@ def damage(
         offset = 0
         with file_path.open("rb") as file:
             for number, part in enumerate(parts):
-                file.seek(offset)
                 wanted = number % num_shares == share and only in (None, part.name)
-                if wanted and offset < found and (digest := _digest(file, part.nbytes)) != part.xxh3_64:
-                    yield _changed(file_path, offset, part, digest)
+                if wanted and offset < found:
+                    file.seek(offset)
+                    if (digest := _digest(file, part.nbytes)) != part.xxh3_64:
+                        yield _changed(file_path, offset, part, digest)
                 offset += part.nbytes
                 done += part.nbytes
                 if progress is not None:

@@ -46,6 +46,7 @@ class Stretch:
         name: of the whole tensor, which has `shape` and `stride`.
         read: gives the values, `[stop - start]` in host memory, good until anything else is read.
         write: takes them.
+        put: takes parts of them, as they were read: the first element in the whole tensor, and the values. In place of `write`.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Stretch:
     stop: int
     read: Callable[[], torch.Tensor] | None = None
     write: Callable[[torch.Tensor], None] | None = None
+    put: Callable[[int, torch.Tensor], None] | None = None
 
     def boxes(self) -> Iterator[Box]:
         return boxes(self.shape, self.stride, self.start, self.stop)
@@ -167,8 +169,19 @@ class _LoadPlanner(LoadPlanner):
             if self._missing:
                 raise RuntimeError(f"{self._missing} elements of {self._current} are not there")
             self._current, self._missing = stretch, stretch.stop - stretch.start
-            self._flat = torch.empty(self._missing, dtype=stretch.dtype)
+            self._flat = torch.empty(self._missing, dtype=stretch.dtype, device="cpu" if stretch.put is None else "meta")
         return _narrow(box.view(self._flat, stretch.start), read_item.dest_offsets, read_item.lengths)
+
+    def fill(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        """Let the part of a stretch that `resolve_tensor` gave have these values."""
+        current = self._current
+        if current is None or current.put is None:
+            copy_to(target, values)
+        elif target.is_contiguous():
+            current.put(current.start + int(target.storage_offset()), values.reshape(-1))
+        else:
+            for part, its_values in zip(target, values, strict=True):
+                self.fill(part, its_values)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         self._missing -= tensor.numel()
@@ -186,8 +199,8 @@ class _Reader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         runs = [(index, list(items)) for index, items in itertools.groupby(plan.items, key=lambda i: i.storage_index)]
-        tensors_by_name = cast(_LoadPlanner, planner).stored
-        self._chunks = {MetadataIndex(n, c.offsets): (t.properties.dtype, c.sizes) for n, t in tensors_by_name.items() for c in t.chunks}
+        planner = cast(_LoadPlanner, planner)
+        self._chunks = {MetadataIndex(n, c.offsets): (t.properties.dtype, c.sizes) for n, t in planner.stored.items() for c in t.chunks}
         with contextlib.ExitStack() as stack:
             names = dict.fromkeys(self.storage_data[index].relative_path for index, _ in runs)
             files = {name: stack.enter_context((Path(self.path) / name).open("rb")) for name in names}
@@ -198,7 +211,7 @@ class _Reader(FileSystemReader):
             for (_, items), tensor in zip(runs, tensors, strict=True):
                 for item in items:
                     target = planner.resolve_tensor(item)
-                    copy_to(target, _narrow(tensor, item.storage_offsets, item.lengths))
+                    planner.fill(target, _narrow(tensor, item.storage_offsets, item.lengths))
                     planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
