@@ -16,7 +16,7 @@ _AHEAD = 3  # one read at a time leaves most of a drive unused
 
 def ahead(calls: Iterable[Callable[[], T]]) -> Generator[T]:
     """Results of calls in their order; the next three are made, on threads, while the caller uses one. Close it to stop early."""
-    with ThreadPoolExecutor(_AHEAD, "swapio-read-ahead") as pool:
+    with ThreadPoolExecutor(_AHEAD, thread_name_prefix="swapio-read-ahead") as pool:
         futures: collections.deque[Future[T]] = collections.deque()
         for call in calls:
             futures.append(pool.submit(call))
@@ -30,7 +30,7 @@ class WriteBehind:
     """Makes calls in their order on a thread, one while the caller prepares the next. For one thread at a time."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "swapio-write-behind")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="swapio-write-behind")
         self._last: Future[None] | None = None
 
     def call(self, function: Callable[[], None]) -> None:
