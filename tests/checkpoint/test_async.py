@@ -213,13 +213,13 @@ def fail_to_hand_over(monkeypatch: pytest.MonkeyPatch, gate: Gate, error: BaseEx
 
 
 def test_what_a_step_cannot_hand_over(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is raised after the step; whoever waited for the end did so for ever."""
+    """It is raised after the step, or to whoever waits for the end, who did so for ever."""
     with engine_of(tmp_path) as engine:
         engine.save_checkpoint(tmp_path / "saved", async_save=True)
         assert gate.stuck.wait(20)
         fail_to_hand_over(monkeypatch, gate, swapio.BudgetError("no room"))
-        train(engine, 0, 1)
         with pytest.raises(swapio.BudgetError, match="no room"):
+            train(engine, 0, 1)
             engine.wait_for_checkpoint()
         monkeypatch.undo()
         assert list((tmp_path / "saved").iterdir()) == []
