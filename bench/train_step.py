@@ -24,11 +24,15 @@ import sys
 import time
 from typing import Any
 
+import torch
+
+from bench._models import Block, Linear
 from bench._run import MALLOC, TINY, Cells, bandwidth, front_parser, save, train
 from bench._steps import shape_of
 from bench._train import worker_parser
-from swapio.drive import QUICK, STANDARD, STATES, forecast, run_bench
+from swapio.drive import QUICK, STANDARD, STATES, DriveFile, forecast, run_bench
 from swapio.drive import TINY as TINY_PLAN
+from swapio.io import aligned_buffer
 
 PLANS = {"quick": QUICK, "standard": STANDARD}
 
@@ -64,12 +68,6 @@ def measure(args: argparse.Namespace, options: list[str]) -> dict[str, Any]:
 
 def start_up(path: str, flags: argparse.Namespace, result: dict[str, Any]) -> dict[str, float]:
     """Seconds and bytes per parameter of construction and `initialize`, and the seconds of what cannot be saved."""
-    import torch
-
-    from bench._models import Block, Linear
-    from swapio.drive import DriveFile
-    from swapio.io import aligned_buffer
-
     content = aligned_buffer(8 << 20, os.urandom(1 << 20))
     with DriveFile(path, backend="direct", nbytes=result["init_written"]) as file:
         start = time.perf_counter()

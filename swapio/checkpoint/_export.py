@@ -25,7 +25,6 @@ __all__ = ["DTYPES", "as_weight", "export", "export_dtype", "exported", "get_fp3
 
 logger = logging.getLogger("swapio")
 
-_STRETCH_NUMEL = 1 << 20
 DTYPES = {
     "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
     "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
@@ -202,7 +201,7 @@ class _Model:
         stretches = []
         for entry in entries:
             stride, numel = torch.empty(entry.shape, device="meta").stride(), math.prod(entry.shape)
-            for start in range(0, numel, _STRETCH_NUMEL):
-                stop, name = min(start + _STRETCH_NUMEL, numel), key(entry.name)
-                stretches.append(Stretch(name, self._stored.dtypes[name], entry.shape, stride, start, stop, put=taken(entry)))
+            if numel:
+                name = key(entry.name)
+                stretches.append(Stretch(name, self._stored.dtypes[name], entry.shape, stride, 0, numel, put=taken(entry)))
         self._stored.load(stretches)

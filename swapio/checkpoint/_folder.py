@@ -97,8 +97,13 @@ def leftovers(directory: Path) -> list[str]:
 
 def tags(directory: Path) -> list[str]:
     """Whole checkpoints, the oldest first."""
-    manifests = [p for p in directory.glob(f"*/{_MANIFEST}") if _TEMPORARY not in p.parent.name]
-    return [p.parent.name for p in sorted(manifests, key=lambda p: (_saved_ns(p), p.parent.name))]
+    return [tag for _, tag in sorted(_saved(directory))]
+
+
+def _saved(directory: Path) -> list[tuple[int, str]]:
+    """When each checkpoint was saved, and its tag."""
+    manifests = directory.glob(f"*/{_MANIFEST}")
+    return [(_saved_ns(p), p.parent.name) for p in manifests if _TEMPORARY not in p.parent.name]
 
 
 def _saved_ns(manifest: Path) -> int:
@@ -169,8 +174,8 @@ def _digest(file: BinaryIO, nbytes: int) -> int:
 
 def publish(temporary: Path, final: Path, files: Mapping[str, Sequence[Part]]) -> None:
     """Give a complete folder its name."""
-    others = (_saved_ns(final.parent / tag / _MANIFEST) for tag in tags(final.parent))
-    saved_ns = max(time.time_ns(), 1 + max(others, default=0))  # the newest one, even where the clock was set back
+    others = [1 + saved_ns for saved_ns, _ in _saved(final.parent)]
+    saved_ns = max([time.time_ns(), *others])  # the newest one, even where the clock was set back
     named = {name: [[p.name, p.nbytes, f"{p.xxh3_64:016x}"] for p in parts] for name, parts in files.items()}
     content = {"format": _FORMAT, "tag": final.name, "saved_ns": saved_ns, "files": named}
     _write_synced(temporary / _MANIFEST, _sealed(content))
@@ -236,7 +241,7 @@ def checker(path: Path) -> Check:
         StorageError: as `verify`.
     """
     _, files = _read_manifest(path)
-    for error in _damage(path, files, only=".metadata"):
+    for error in _damage(path, files, lambda _, part: part.name == ".metadata"):
         raise error
     known: dict[tuple[str, int], Part] = {}
     for name, parts in files.items():
@@ -261,22 +266,15 @@ def damage(path: Path, *, content: bool = True, share: int = 0, num_shares: int 
         progress: is told the bytes that were read, and those that will be.
     """
     _, files = _read_manifest(path)
-    return _damage(path, files, content=content, share=share, num_shares=num_shares, progress=progress)
+    return _damage(path, files, (lambda number, _: number % num_shares == share) if content else None, progress)
 
 
 def _damage(
-    path: Path,
-    files: Mapping[str, Sequence[Part]],
-    *,
-    content: bool = True,
-    share: int = 0,
-    num_shares: int = 1,
-    only: str | None = None,
-    progress: Progress = None,
+    path: Path, files: Mapping[str, Sequence[Part]], is_read: Callable[[int, Part], bool] | None, progress: Progress = None
 ) -> Iterator[StorageError]:
     """
     Args:
-        only: parts of another name are not read.
+        is_read: tells of which parts, by their number in a file; None: none, sizes alone.
     """
     total, done = sum(p.nbytes for parts in files.values() for p in parts), 0
     for name, parts in files.items():
@@ -288,13 +286,12 @@ def _damage(
             continue
         if found != nbytes:
             yield _wrong(file_path, nbytes, found, "it has another size than when it was written")
-        if not content:
+        if is_read is None:
             continue
         offset = 0
         with file_path.open("rb") as file:
             for number, part in enumerate(parts):
-                wanted = number % num_shares == share and only in (None, part.name)
-                if wanted and offset < found:
+                if offset < found and is_read(number, part):
                     file.seek(offset)
                     if (digest := _digest(file, part.nbytes)) != part.xxh3_64:
                         yield _changed(file_path, offset, part, digest)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ..errors import StorageError, UsageError
-from ..io import start_writing
+from ..io import drop_cache
 from ..swap import FileMap
 from ._boxes import Box, boxes
 
@@ -144,7 +144,7 @@ class SafetensorsWriter:
                 offset, nbytes = file.seek(place.offset + start * entry.dtype.itemsize), content.nbytes
                 while content.nbytes:
                     content = content[file.write(content) :]
-                start_writing(file.fileno(), offset, nbytes)
+                drop_cache(file.fileno(), offset, nbytes)  # and so have the drive write it now
             return
         whole = _mapped(place)
         for box in boxes(entry.shape, stride, start, start + values.numel()):

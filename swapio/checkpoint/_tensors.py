@@ -12,7 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -34,6 +34,9 @@ from ..io import read_as_told
 from ..memory import copy_to
 from ._boxes import Box, boxes
 from ._pipeline import ahead
+
+if TYPE_CHECKING:
+    from ._folder import Check
 
 __all__ = ["Stored", "Stretch"]
 
@@ -76,7 +79,7 @@ class Stored:
         shapes, dtypes: of the tensors, by name; complete ones.
     """
 
-    def __init__(self, path: Path, *, check: Callable[[str, int, bytearray], None] | None = None) -> None:
+    def __init__(self, path: Path, *, check: Check | None = None) -> None:
         self.path = path
         self._check = check
         self.metadata: Metadata = FileSystemReader(path).read_metadata()
@@ -192,7 +195,7 @@ class _LoadPlanner(LoadPlanner):
 class _Reader(FileSystemReader):
     """Reads in the order of the plan, the next stored tensors while one is used."""
 
-    def __init__(self, path: Path, check: Callable[[str, int, bytearray], None] | None) -> None:
+    def __init__(self, path: Path, check: Check | None) -> None:
         super().__init__(path)
         self._check = check
         self._chunks: dict[MetadataIndex, tuple[torch.dtype, torch.Size]] = {}
@@ -232,7 +235,7 @@ def _first_byte(content: bytearray) -> int:
     return start + 30 + name + extra
 
 
-def _content(file: BinaryIO, info: _StorageInfo, check: Callable[[str, int, bytearray], None] | None) -> bytearray:
+def _content(file: BinaryIO, info: _StorageInfo, check: Check | None) -> bytearray:
     content, done = bytearray(info.length), 0
     with memoryview(content) as view:
         while more := os.preadv(file.fileno(), [view[done:]], info.offset + done) if done < info.length else 0:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils.serialization import config
 
 from ..errors import StorageError, UsageError
-from ..io import start_writing
+from ..io import drop_cache
 from ._boxes import Box
 from ._folder import Part, part_of
 from ._pipeline import WriteBehind
@@ -90,7 +90,7 @@ class StretchWriter:
                     done += self._file.write(content[done:])
             except OSError as error:
                 raise self._error(error, item.index.fqn, content.nbytes) from error
-            start_writing(self._file.fileno(), self._offset, content.nbytes)
+            drop_cache(self._file.fileno(), self._offset, content.nbytes)  # and so have the drive write it now
             self._offset += content.nbytes
             self._written.append((item, Part(item.index.fqn, content.nbytes, xxhash.xxh3_64_intdigest(content))))
 

@@ -2,7 +2,7 @@
 
 from ._aiofiles import AiofilesStorage
 from ._buffers import aligned_buffer
-from ._cache import cached_nbytes, drop_cache, read_as_told, start_writing
+from ._cache import cached_nbytes, drop_cache, read_as_told
 from ._checksum import ChecksummedStorage
 from ._direct import DirectStorage
 from ._extents import ExtentAllocator
@@ -52,5 +52,4 @@ __all__ = [
     "read_as_told",
     "remove_orphans",
     "scratch_root",
-    "start_writing",
 ]

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..spec import round_up
 
-__all__ = ["cached_nbytes", "drop_cache", "read_as_told", "start_writing"]
+__all__ = ["cached_nbytes", "drop_cache", "read_as_told"]
 
 
 def cached_nbytes(fd: int, nbytes: int) -> int | None:
@@ -30,14 +30,11 @@ def cached_nbytes(fd: int, nbytes: int) -> int | None:
     return None
 
 
-def drop_cache(fd: int) -> None:
-    """Take a file out of the page cache; what is not yet durable stays, so sync before."""
-    with contextlib.suppress(OSError, AttributeError):
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+def drop_cache(fd: int, offset: int = 0, nbytes: int = 0) -> None:
+    """Take a range of a file (of 0 bytes: to its end) out of the page cache.
 
-
-def start_writing(fd: int, offset: int, nbytes: int) -> None:
-    """Have the drive write a range of a file without waiting for it, where the system can; else it begins with the sync at the end."""
+    What is not yet durable stays, so sync before; the drive begins to write it, and nobody waits.
+    """
     with contextlib.suppress(OSError, AttributeError):
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 

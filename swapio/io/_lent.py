@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 
-from ..errors import StorageError
 from ..spec import Extent, round_up
 from ._buffers import aligned_buffer, copy_bytes
+from ._read_only import ReadOnlyStorage
 from ._storage import Storage
 
 __all__ = ["LentExtent"]
@@ -16,14 +15,13 @@ _PAGES_NBYTES = 1 << 20
 _here = threading.local()  # each thread's own memory to copy from, small enough for its cache
 
 
-class LentExtent(Storage):
+class LentExtent(ReadOnlyStorage):
     """The bytes of one extent of another storage, to be read from any byte on into any memory, at that storage's offsets.
 
     What is not aligned as the storage needs it is copied once more. Nothing writes to the extent meanwhile, nor frees it.
     """
 
     kind = "lent"
-    alignment = 1
 
     def __init__(self, storage: Storage, extent: Extent) -> None:
         super().__init__()
@@ -35,19 +33,6 @@ class LentExtent(Storage):
     def end(self) -> int:
         return self._extent.end
 
-    @property
-    def reserved_nbytes(self) -> int:
-        return self._extent.nbytes
-
-    def reserve(self, nbytes: int, *, name: str) -> Extent:
-        raise StorageError("reserve", name=name, path=self.path, offset=self.end, wanted=nbytes, got=0, errno=errno.EROFS)
-
-    def free(self, extent: Extent) -> None:
-        pass
-
-    def sync(self) -> None:
-        pass
-
     def _read_some(self, offset: int, buffer: memoryview, name: str) -> int:
         align = self._storage.alignment
         first = offset // align * align
@@ -57,9 +42,6 @@ class LentExtent(Storage):
         self._storage.read(first, _here.pages[: round_up(offset + nbytes, align) - first], name=name)
         copy_bytes(buffer[:nbytes], _here.pages[offset - first :][:nbytes])
         return nbytes
-
-    def _write_some(self, offset: int, buffer: memoryview, name: str) -> int:
-        raise OSError(errno.EROFS, "lent")
 
     def _release(self) -> None:
         pass

@@ -1,8 +1,7 @@
-"""Files that others wrote, and that stay as they are."""
+"""What is only read: bytes that others wrote, and that stay as they are."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import weakref
@@ -10,12 +9,35 @@ from pathlib import Path
 
 from ..errors import StorageError
 from ..spec import Extent
+from ._cache import drop_cache
 from ._storage import Storage
 
-__all__ = ["ReadOnlyFile"]
+__all__ = ["ReadOnlyFile", "ReadOnlyStorage"]
 
 
-class ReadOnlyFile(Storage):
+class ReadOnlyStorage(Storage):
+    """Bytes at any offset, into any memory; nothing is reserved or written."""
+
+    alignment = 1
+
+    @property
+    def reserved_nbytes(self) -> int:
+        return self.end
+
+    def reserve(self, nbytes: int, *, name: str) -> Extent:
+        raise StorageError("reserve", name=name, path=self.path, offset=self.end, wanted=nbytes, got=0, errno=errno.EROFS)
+
+    def free(self, extent: Extent) -> None:
+        pass
+
+    def sync(self) -> None:
+        pass
+
+    def _write_some(self, offset: int, buffer: memoryview, name: str) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+class ReadOnlyFile(ReadOnlyStorage):
     """A whole file to read from, any bytes of it; what was read leaves the page cache. Open until nobody refers to it.
 
     A file that is moved, removed or replaced under its name can still be read. One that is written to is an error.
@@ -25,7 +47,6 @@ class ReadOnlyFile(Storage):
     """
 
     kind = "read-only"
-    alignment = 1
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -51,23 +72,9 @@ class ReadOnlyFile(Storage):
     def end(self) -> int:
         return self._known[0]
 
-    @property
-    def reserved_nbytes(self) -> int:
-        return self._known[0]
-
-    def reserve(self, nbytes: int, *, name: str) -> Extent:
-        raise StorageError("reserve", name=name, path=self.path, offset=self.end, wanted=nbytes, got=0, errno=errno.EROFS)
-
-    def free(self, extent: Extent) -> None:
-        pass
-
-    def sync(self) -> None:
-        pass
-
     def _read_some(self, offset: int, buffer: memoryview, name: str) -> int:
         nbytes = os.preadv(self._fd, [buffer], offset)
-        with contextlib.suppress(OSError, AttributeError):
-            os.posix_fadvise(self._fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+        drop_cache(self._fd, offset, nbytes)
         now = self._look()  # after the read: what is in the buffer was there before
         if now != self._known:
             why = f"the file was changed while it was in use: it has {now[0]} bytes, and had {self._known[0]}"
@@ -75,9 +82,6 @@ class ReadOnlyFile(Storage):
                 why = "the file was changed while it was in use: its time of modification is another"
             raise StorageError("read", name=name, path=self.path, offset=offset, wanted=buffer.nbytes, got=0, why=why)
         return nbytes
-
-    def _write_some(self, offset: int, buffer: memoryview, name: str) -> int:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     def _release(self) -> None:
         self._close()

@@ -401,8 +401,7 @@ class SwapManager:
         self.mover.raise_failed()
         lease = self.arena.try_lease(nbytes, name=name)
         if lease is not None:
-            self.mover.room.scratch[id(lease)] = (owner, lease)
-            self.mover.room.count_scratch(lease, 1)
+            self.mover.room.add_scratch(lease, owner)
             return lease
         start = time.perf_counter()
         try:
@@ -412,9 +411,7 @@ class SwapManager:
             self.add_stall(time.perf_counter() - start)
 
     def end_lease(self, lease: Lease) -> None:
-        if self.mover.room.scratch.pop(id(lease), None) is not None:
-            self.mover.room.count_scratch(lease, -1)
-        lease.release()
+        self.mover.room.end_scratch(lease)
 
     def add_stall(self, seconds: float) -> None:
         """Count time in which a caller waited for bytes or memory."""

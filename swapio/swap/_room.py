@@ -101,10 +101,18 @@ class Room:
             elif record.home is Place.HOST:
                 self.fixed_nbytes += sign * self._arena.block_nbytes(record.nbytes)
 
-    def count_scratch(self, lease: Lease, sign: int) -> None:
-        """A lease of no record came (1) or went (-1)."""
+    def add_scratch(self, lease: Lease, owner: object) -> None:
+        """A lease of no record came."""
+        self.scratch[id(lease)] = (owner, lease)
         with self._count_lock:
-            self.fixed_nbytes += sign * self._arena.block_nbytes(lease.nbytes)
+            self.fixed_nbytes += self._arena.block_nbytes(lease.nbytes)
+
+    def end_scratch(self, lease: Lease) -> None:
+        """It goes. Idempotent."""
+        if self.scratch.pop(id(lease), None) is not None:
+            with self._count_lock:
+                self.fixed_nbytes -= self._arena.block_nbytes(lease.nbytes)
+        lease.release()
 
     def wants_write_back(self, record: Record) -> bool:
         """Whether to write back now rather than when the memory is needed: when not all that rests on NVMe fits in memory."""
@@ -297,8 +305,7 @@ class Room:
             lease = await self.space(Place.HOST, name, nbytes, owner=owner, demand=True)
         if not isinstance(lease, Lease):
             raise RuntimeError("a demand returned without memory")
-        self.scratch[id(lease)] = (owner, lease)
-        self.count_scratch(lease, 1)
+        self.add_scratch(lease, owner)
         return lease
 
     @property
