@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import threading
 import time
 from typing import Any
 
@@ -14,7 +15,7 @@ import swapio
 from bench._models import GPT
 from bench._steps import DTYPES, add_flags, age_s, io_nbytes, rss, run_steps, say, shape_of
 
-__all__ = ["config_of", "worker_parser"]
+__all__ = ["config_of", "manager_cpu_s", "worker_parser"]
 
 
 def worker_parser() -> argparse.ArgumentParser:
@@ -30,7 +31,8 @@ def worker_parser() -> argparse.ArgumentParser:
     parser.add_argument("--block-size", type=int, help="bytes of one transfer's piece")
     parser.add_argument("--queue-depth", type=int)
     parser.add_argument("--init-dtype", choices=("bf16", "fp32"), default="bf16", help="of the weights as constructed, with --dtype bf16")
-    parser.add_argument("--slow-compute", type=float, default=0.0, help="seconds that each block sleeps in forward and in backward")
+    parser.add_argument("--slow-compute", type=float, default=0.0, help="seconds that each block loses in forward and in backward")
+    parser.add_argument("--slow-with", choices=("sleep", "python"), default="sleep", help="python: holding the interpreter's lock")
     parser.add_argument("--cfg", default="{}", help="JSON merged into the section swapio")
     return parser
 
@@ -71,15 +73,23 @@ def least_host_memory(args: argparse.Namespace) -> int:
     raise RuntimeError("4096 bytes of host memory were enough")
 
 
-def slow_down(blocks: Any, seconds: float) -> None:
-    """Let each block take longer, without using the processor: compute that is slower than the drive."""
+def slow_down(blocks: Any, seconds: float, how: str) -> None:
+    """Let each block take longer, without using the processor or in Python: compute that is slower than the drive."""
 
-    def sleep(*_: Any) -> None:
-        time.sleep(seconds)
+    def lose(*_: Any) -> None:
+        end = time.perf_counter() + seconds
+        while (left := end - time.perf_counter()) > 0:
+            time.sleep(left) if how == "sleep" else sum(range(50))
 
     for block in blocks:
-        block.register_forward_pre_hook(sleep)
-        block.register_full_backward_pre_hook(sleep)
+        block.register_forward_pre_hook(lose)
+        block.register_full_backward_pre_hook(lose)
+
+
+def manager_cpu_s() -> float:
+    """CPU seconds of the thread that decides."""
+    thread = next(t for t in threading.enumerate() if t.name == "swapio-manager")
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0))
 
 
 def main(argv: list[str]) -> None:
@@ -95,7 +105,7 @@ def main(argv: list[str]) -> None:
     with swapio.zero.Init(config_dict_or_path=config, enabled=bool(args.zero_init), dtype=cast):
         model = GPT(shape_of(args), checkpoints=args.checkpoints)
     if args.slow_compute:
-        slow_down(model.blocks, args.slow_compute)
+        slow_down(model.blocks, args.slow_compute, args.slow_with)
     constructed = time.perf_counter()
     engine = swapio.initialize(model=model, config=config)[0]
     ended, io_init = time.perf_counter(), io_nbytes()
@@ -104,7 +114,7 @@ def main(argv: list[str]) -> None:
 
     def counters() -> dict[str, float]:
         stats = engine.stats()
-        return {"stall_s": stats["stall_seconds"], "hits": stats["hits"], "misses": stats["misses"]}
+        return {"stall_s": stats["stall_seconds"], "hits": stats["hits"], "misses": stats["misses"], "manager_cpu_s": manager_cpu_s()}
 
     result |= run_steps(engine, args, counters=counters)
     stats = engine.stats()

@@ -8,7 +8,9 @@ Everything rests on the drive. Each part is measured alone, in one process: the 
 and what it is above the peak of a training step is the cost of the part; bytes read and written are what the kernel counted for the
 process. Beside each part, right after it, a copy moves what the part has to move at least, however it is made: an export reads fp32 masters
 and writes weights. A copy is read and written in pieces of 4 MiB and synced, its source dropped from the page cache before, of 6 GB at
-most, and counts for as many bytes as the part has. Updates that the last step has put off are made before. In the end all is deleted.
+most, and counts for as many bytes as the part has. Updates that the last step has put off are made before. *load* is into an engine that
+has trained, which stays as it is if something is damaged, so everything is read twice; *load, fresh* is into a new one. In the end all is
+deleted.
 """
 
 from __future__ import annotations
@@ -91,9 +93,13 @@ def measure(args: argparse.Namespace, work: Path) -> tuple[list[Part], dict[str,
     }
     shape = shape_of(args)
     ids, targets = next(batches(shape, args.batch))
-    with swapio.zero.Init(config_dict_or_path=config):
-        model = GPT(shape)
-    engine: Any = swapio.initialize(model=model, config=config)[0]
+
+    def start() -> Any:
+        with swapio.zero.Init(config_dict_or_path=config):
+            model = GPT(shape)
+        return swapio.initialize(model=model, config=config)[0]
+
+    engine = start()
 
     def step() -> float:
         loss = engine(ids, targets)
@@ -150,6 +156,10 @@ def measure(args: argparse.Namespace, work: Path) -> tuple[list[Part], dict[str,
         engine.wait_for_checkpoint()
 
     part("save, training", save_meanwhile)
+    engine.abandon()
+    engine = start()
+    part("load, fresh", lambda: engine.load_checkpoint(saved, "b"), dropped=saved)
+    beside(saved / "b", nbytes, nbytes)
     engine.abandon()
     part("export", lambda: export(saved, out), dropped=saved)
     beside(saved / "b", masters, weights)

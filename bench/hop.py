@@ -6,8 +6,8 @@
 A *hit* is acquiring and releasing a record that is in memory: it must not reach the manager's thread. A *hop* is a miss of a 4 KiB record
 that rests in memory (no drive, next to no copy): from `acquire` to the lease, with the main thread idle; and from `prefetch` to its end
 while the main thread runs Python without a pause, so that the manager's thread has to wait for the interpreter's lock. The *control path*
-of a transfer of 32 MiB is what the manager's thread computes for it plus a hop with a busy main thread, beside the seconds that the
-transfer takes on the drive. The small Llama trains in turns with a plain loop (`_plain.py`), everything in memory.
+of a step is what the manager's thread computes, and what the step waited, while each block of a model that rests on the drive runs Python
+without a pause for longer than its transfers take. The small Llama trains in turns with a plain loop (`_plain.py`), everything in memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,16 +25,11 @@ from torch import Tensor, nn
 
 import swapio
 from bench._plain import PlainLoop
-from bench._run import Cells, front_parser, save, settle
+from bench._run import TINY, Cells, front_parser, save, settle, train
+from bench._train import manager_cpu_s
 
 SMALL_NUMEL = 1024
 ADAMW: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}
-
-
-def manager_cpu_s() -> float:
-    """CPU seconds of the thread that decides."""
-    thread = next(t for t in threading.enumerate() if t.name == "swapio-manager")
-    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0))
 
 
 def quantiles(seconds: list[float]) -> dict[str, float]:
@@ -107,6 +101,21 @@ def transfers(path: str, nbytes: int, count: int) -> dict[str, float]:
                             lease.mark_dirty()
         seconds, cpu = time.perf_counter() - start, manager_cpu_s() - cpu
         return {"count": done, "seconds": seconds / done, "manager_cpu_s": cpu / done}
+
+
+def busy_step(args: argparse.Namespace) -> dict[str, float]:
+    """Of a model of 134M parameters in 1/7 of the memory of its state: seconds of a step, and of them the shares of the control path."""
+    model = (
+        [*TINY, "--slow-compute=0.02", "--host-memory=6MiB"] if args.tiny else ["--seq=16", "--slow-compute=0.25", "--host-memory=256MiB"]
+    )
+    options = [*model, "--slow-with=python", f"--nvme-path={args.nvme_path}", f"--threads={args.threads}"]
+    found = train(options)
+    seconds = found["median_step_s"]
+    return {
+        "step_s": seconds,
+        "manager": statistics.median(found["step_manager_cpu_s"][1:]) / seconds,
+        "stall": statistics.median(found["step_stall_s"][1:]) / seconds,
+    }
 
 
 # --- a small model that is resident ---
@@ -193,13 +202,15 @@ def llama(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(data: dict[str, Any]) -> Cells:
-    path, moved, model = data["control_path"], data["transfer"], data["llama"]
+    step, moved, model = data["step"], data["transfer"], data["llama"]
     rows: Cells = [("what", "figure", "")]
     rows.append(("a hit", f"{data['hit']['us']:.1f} us", f"{data['hit']['manager_us']:.2f} us of it on the manager's thread"))
     rows.append(("a hop, main thread idle", f"{data['hop_idle']['p50_us']:.0f} us", f"99%: {data['hop_idle']['p99_us']:.0f} us"))
     rows.append(("a hop, main thread in Python", f"{data['hop_busy']['p50_us']:.0f} us", f"99%: {data['hop_busy']['p99_us']:.0f} us"))
     rows.append(("a transfer", f"{1e3 * moved['seconds']:.1f} ms", f"{1e6 * moved['manager_cpu_s']:.0f} us of CPU on the manager's thread"))
-    rows.append(("the control path of a transfer", f"{path:.2%}", "of its time: that CPU and a hop"))
+    rows.append(
+        ("a step, blocks in Python", f"{step['step_s']:.2f} s", f"{step['manager']:.2%} on the manager's thread, {step['stall']:.2%} waits")
+    )
     low, high = min(model["ratios"]), max(model["ratios"])
     rows.append(
         ("small Llama, resident / plain", f"{model['ratio']:.3f}", f"{low:.3f} - {high:.3f}; losses {model['losses_apart']:.1e} apart")
@@ -232,7 +243,7 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(args.threads)
     data: dict[str, Any] = {"hit": hit(args.hops * 10), "hop_idle": hop_idle(args.hops), "hop_busy": hop_busy(args.hops // 4)}
     data["transfer"] = transfers(args.nvme_path, args.mib << 20, args.transfers)
-    data["control_path"] = (data["transfer"]["manager_cpu_s"] + 1e-6 * data["hop_busy"]["p50_us"]) / data["transfer"]["seconds"]
+    data["step"] = busy_step(args)
     data["llama"] = llama(args)
     save("hop", args, argv, {f"The control path; transfers of {args.mib} MiB": table(data)}, data, lambda figure: draw(figure, data))
     good = data["hit"]["misses"] == 0 and data["llama"]["losses_apart"] < 1e-3

@@ -25,6 +25,9 @@ __all__ = ["DTYPES", "as_weight", "export", "export_dtype", "exported", "get_fp3
 
 logger = logging.getLogger("swapio")
 
+_ALONE_NUMEL = 32 * 1024
+"""Elements that PyTorch works on in the calling thread: waiting for others, beside threads that read and write, takes longer."""
+
 DTYPES = {
     "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
     "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
@@ -140,7 +143,7 @@ def as_weight(values: torch.Tensor, dtype: torch.dtype, *, trained_as: torch.dty
     """Masters as weights: those of a bfloat16 weight are rounded as in training."""
     if values.dtype is torch.float32 and dtype is trained_as is torch.bfloat16:
         weights = torch.empty(values.shape, dtype=dtype)
-        round_(values, weights)
+        round_(values, weights, scratch=torch.empty(_ALONE_NUMEL, dtype=torch.int32))
         return weights
     return values.to(dtype)
 

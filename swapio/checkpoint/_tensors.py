@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from ._folder import Check
 
 __all__ = ["Stored", "Stretch"]
+
+_HEAD_NBYTES = 1 << 16
+"""Of a stored tensor, in which its elements begin: what stands before them is its dtype and shape."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -228,22 +232,21 @@ class _Reader(FileSystemReader):
         return torch.frombuffer(content, dtype=dtype, count=math.prod(sizes), offset=_first_byte(content)).view(sizes)
 
 
-def _first_byte(content: bytearray) -> int:
+def _first_byte(content: memoryview) -> int:
     """Of the elements, in what `torch.save` made of one tensor that has its storage for itself: a zip file, nothing in it compressed."""
-    start = content.rfind(b"PK\3\4", 0, content.index(b"/data/0"))  # its header, 30 bytes and what has lengths at 26 and 28
-    name, extra = (int.from_bytes(content[start + at : start + at + 2], "little") for at in (26, 28))
+    head = bytes(content[:_HEAD_NBYTES])
+    start = head.rfind(b"PK\3\4", 0, head.index(b"/data/0"))  # its header, 30 bytes and what has lengths at 26 and 28
+    name, extra = (int.from_bytes(head[start + at : start + at + 2], "little") for at in (26, 28))
     return start + 30 + name + extra
 
 
-def _content(file: BinaryIO, info: _StorageInfo, check: Check | None) -> bytearray:
-    content, done = bytearray(info.length), 0
-    with memoryview(content) as view:
-        while more := os.preadv(file.fileno(), [view[done:]], info.offset + done) if done < info.length else 0:
-            done += more
-    del content[done:]
+def _content(file: BinaryIO, info: _StorageInfo, check: Check | None) -> memoryview:
+    content, done = memoryview(np.empty(info.length, np.uint8)), 0  # type: ignore[arg-type]
+    while more := os.preadv(file.fileno(), [content[done:]], info.offset + done) if done < info.length else 0:
+        done += more
     if check is not None:
-        check(info.relative_path, info.offset, content)
-    return content
+        check(info.relative_path, info.offset, content[:done])
+    return content[:done]
 
 
 def _narrow(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:

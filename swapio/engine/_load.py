@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..checkpoint import CLIENT_STATE, ENGINE, RANDOM, DeepSpeedStored, Stored, Stretch, find, is_deepspeed, key, latest_tag, listed, verify
+from ..checkpoint import CLIENT_STATE, ENGINE, RANDOM, DeepSpeedStored, Stored, checker, find, is_deepspeed, key, latest_tag, listed, verify
 from ..errors import UsageError
 from ..zero import PortableState, Portion, Unit
 from ._contents import buffer_stretch, buffers, set_random_state, stretch, with_extra_state
@@ -62,25 +62,43 @@ def load_checkpoint(
         there = listed(directory)
         logger.warning("nothing is loaded: %s has no file 'latest', and no tag was given; checkpoints there: %s", directory, there)
         return None, None
+    once = _can_be_read_once(engine) and not is_deepspeed(path)
     with ranks.together(f"checking {path}"):
-        if not is_deepspeed(path):
+        if not once and not is_deepspeed(path):
             verify(path, share=ranks.rank, num_shares=ranks.size)
     with PortableState(engine.zero) as state:
-        with ranks.together(f"reading {path}"):
-            state.settle()
-            loading = _Loading(engine, state, DeepSpeedStored(path) if is_deepspeed(path) else Stored(path), wanted)
-        with ranks.together(f"loading settings from {path}"):
-            loading.apply_settings()
-        engine._zero_grad()
+        try:
+            with ranks.together(f"reading {path}"):
+                state.settle()
+                stored = DeepSpeedStored(path) if is_deepspeed(path) else Stored(path, check=checker(path) if once else None)
+                loading = _Loading(engine, state, stored, wanted)
+                loading.prepare(once=once)
+            with ranks.together(f"loading settings from {path}"):
+                loading.apply_settings()
+        except BaseException:
+            state.take_back()
+            raise
+        if not once:
+            engine._zero_grad()
         try:
             with ranks.together(f"loading {path}"):
                 loading.apply()
         except BaseException:
-            engine._failed = True  # weights of two kinds: not to be given back
+            engine._failed = True  # unless all that was changed can be as before: weights of two kinds are not to be given back
+            if not loading.has_begun_with_rest:
+                state.take_back()
+                loading.undo_settings()
+                engine._failed = False
             raise
         engine.zero.refresh_views()
     logger.info("loaded %s", path)
     return str(path), loading.client_state
+
+
+def _can_be_read_once(engine: Engine) -> bool:
+    """Whether little has to be set aside: before the first step there is no optimizer state, and there are no gradients."""
+    begun = engine.global_steps or engine.micro_steps or any(any(u.has_grad) for u in engine.zero.units)
+    return engine.zero.ranks.alone and not begun
 
 
 class _Loading:
@@ -100,6 +118,11 @@ class _Loading:
         self.random = stored.get(f"{RANDOM}.{engine.global_rank}")
         self._buffers = dict(buffers(engine.module))
         self._params = {name: (unit, slot) for unit, slot, name in state.params()}
+        self._settings: tuple[list[dict[str, Any]], dict[str, Any], list[tuple[nn.Module, Any]]] = [], {}, []  # as they were
+        self._first: list[Portion] = []  # what can be taken back
+        self._rest: list[Portion] = []
+        self._untouched: list[Portion] = []
+        self.has_begun_with_rest = False
         self._loaded = self._matching_names()
         for name in sorted(self._loaded):
             self._check_tensor(key(name), name)
@@ -184,9 +207,32 @@ class _Loading:
     def _groups(self) -> list[dict[str, Any]]:
         return self.engine.optimizer.param_groups if self.engine.optimizer is not None else []
 
+    def prepare(self, *, once: bool) -> None:
+        """See what is replaced.
+
+        Args:
+            once: nothing was verified yet. What replaces bytes that can be taken back is as it is read; the rest here.
+
+        Raises:
+            StorageError: the rest is damaged.
+        """
+        wanted: list[Portion] = []
+        for p in self.state.kept():
+            (wanted if p.name in self._loaded and self._is_stored(p) else self._untouched).append(p)
+        units = self.state.set_aside(wanted, self._untouched) if once else set()
+        for p in wanted:
+            (self._first if p.unit in units else self._rest).append(p)
+        if once:
+            verify(self.stored.path, but={key(p.name, p.field) for p in self._first})
+
     def apply(self) -> None:
         """Change everything but the settings."""
-        self.stored.load(self._stretches())
+        self.state.expect(self._first)
+        self.stored.load([stretch(p, write=self.state) for p in self._first])
+        self.has_begun_with_rest = True
+        self.state.overwrite(self._rest, self._untouched)
+        self.stored.load([stretch(p, write=self.state) for p in self._rest])
+        self.stored.load([buffer_stretch(n, b) for n, b in self._buffers.items() if n in self._loaded])
         self._begin_anew()
         by_unit: dict[Unit, list[int]] = {}
         for name in self._loaded & self._params.keys():
@@ -198,9 +244,8 @@ class _Loading:
 
     def apply_settings(self) -> None:
         """Change param groups, scheduler and extra state, or nothing."""
-        before = [dict(group) for group in self._groups]
-        schedule = dict(vars(self.engine.lr_scheduler)) if self.wanted.scheduler else {}
-        extra: list[tuple[nn.Module, Any]] = []
+        groups = [dict(group) for group in self._groups]
+        self._settings = groups, dict(vars(self.engine.lr_scheduler)) if self.wanted.scheduler else {}, []
         try:
             if self.wanted.optimizer:
                 for group, saved in zip(self._groups, self.objects["optimizer"]["groups"], strict=True):
@@ -209,26 +254,21 @@ class _Loading:
                 self.engine.lr_scheduler.load_state_dict(self.objects["scheduler"]["state"])
             for name, module in with_extra_state(self.engine.module):
                 if name in self.objects["extra_state"]:
-                    extra.append((module, module.get_extra_state()))
+                    self._settings[2].append((module, module.get_extra_state()))
                     module.set_extra_state(self.objects["extra_state"][name])
         except Exception:
-            for group, old in zip(self._groups, before, strict=True):
-                group.update(old)
-            if self.wanted.scheduler:
-                vars(self.engine.lr_scheduler).update(schedule)
-            for module, state in extra:
-                with contextlib.suppress(Exception):  # what it refuses it may refuse again
-                    module.set_extra_state(state)
+            self.undo_settings()
             raise
 
-    def _stretches(self) -> list[Stretch]:
-        portions: list[Portion] = []
-        rest: list[Portion] = []
-        for p in self.state.kept():
-            (portions if p.name in self._loaded and self._is_stored(p) else rest).append(p)
-        self.state.overwrite(portions, rest)
-        found = [stretch(p, write=self.state) for p in portions]
-        return found + [buffer_stretch(n, b) for n, b in self._buffers.items() if n in self._loaded]
+    def undo_settings(self) -> None:
+        groups, schedule, extra = self._settings
+        for group, old in zip(self._groups, groups, strict=True):
+            group.update(old)
+        if self.wanted.scheduler:
+            vars(self.engine.lr_scheduler).update(schedule)
+        for module, state in extra:
+            with contextlib.suppress(Exception):  # what it refuses it may refuse again
+                module.set_extra_state(state)
 
     def _is_stored(self, portion: Portion) -> bool:
         return portion.field is None or (self.wanted.optimizer and portion.name in self.objects["optimizer"]["num_updates"])

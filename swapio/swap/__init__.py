@@ -1,6 +1,7 @@
 """A tiered store of tensors: records that rest on NVMe, in host memory or on the device and come when they are used."""
 
 from ._ahead import Prefetcher
+from ._aside import Kept
 from ._auto import HostMemory, auto_host_memory, host_memory
 from ._cgroup import CgroupMemory, cgroup_cpus, cgroup_memory
 from ._in_file import FileMap, FilePart, file_part
@@ -16,6 +17,7 @@ __all__ = [
     "FileMap",
     "FilePart",
     "HostMemory",
+    "Kept",
     "Place",
     "Prefetcher",
     "Record",

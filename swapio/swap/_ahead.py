@@ -36,6 +36,7 @@ class Prefetcher:
         self._tail = 0  # the first that counts in the window
         self._window: collections.Counter[Record] = collections.Counter()
         self._nbytes = [0, 0, 0]  # of the window, by place
+        self._left: set[Record] = set()  # were in the window
         self._starting: dict[Record, Place] = {}  # on their way, without memory yet
         self._scheduled = False
         self._loop.call(self._room.prefetchers.append, self)
@@ -46,6 +47,8 @@ class Prefetcher:
 
     def _end(self) -> None:
         self._order = ()
+        self._restart()
+        self.pump()
         if self in self._room.prefetchers:
             self._room.prefetchers.remove(self)
 
@@ -60,6 +63,7 @@ class Prefetcher:
 
     def _restart(self) -> None:
         self._head = self._tail = self._position
+        self._left.update(self._window)
         self._window.clear()
         self._nbytes = [0, 0, 0]
 
@@ -76,6 +80,14 @@ class Prefetcher:
 
     def pump(self) -> None:
         """Bring what fits."""
+        self._advance()
+        while self._left:
+            record = self._left.pop()
+            if record.prefetched and record not in self._window:  # still here as it was prefetched: in vain
+                record.prefetched = False
+                self._room.drop_surplus(record)
+
+    def _advance(self) -> None:
         count = len(self._order)
         if not count:
             return
@@ -93,8 +105,8 @@ class Prefetcher:
                 if record.next_use is None or record.next_use < position:
                     record.next_use = self._head
                 if self._must_come(record, place):
-                    if not self._has_room(record, place):
-                        return  # strictly in order: what comes later must not take the memory
+                    if record.pinned(Place.HOST if place is Place.DEVICE else Place.DEVICE) or not self._has_room(record, place):
+                        return  # it is being changed; or else strictly in order: what comes later must not take the memory
                     self._bring(record, place)
             self._enter(record, place)
             self._head += 1
@@ -110,6 +122,7 @@ class Prefetcher:
             del self._window[record]
             if record.home is not place:
                 self._nbytes[place] -= self._room.cost(place, record.nbytes)
+            self._left.add(record)
 
     def _fits(self, record: Record, place: Place) -> bool:
         room = self._room

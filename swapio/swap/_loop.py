@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import selectors
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
@@ -15,6 +17,21 @@ __all__ = ["Loop"]
 T = TypeVar("T")
 Done = Callable[[BaseException | None], None]
 _EVENT_POLL_S = 0.0002
+_WAKE_NBYTES = 1 << 16  # a byte for each wake-up that was not taken
+
+
+class _Selector(selectors.DefaultSelector):
+    """Looks for events only when there is nothing else to do, and takes them in one call.
+
+    There are none but the loop's own wake-ups, and each look gives the interpreter's lock away: beside a thread that is busy in Python it
+    comes back after 5 ms.
+    """
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout != 0:
+            for key, _ in super().select(timeout):
+                os.read(key.fd, _WAKE_NBYTES)
+        return []
 
 
 class Loop:
@@ -29,7 +46,7 @@ class Loop:
         self.num_moving = 0
         self.closing = False
         self._tasks: set[asyncio.Future[Any]] = set()  # the loop itself keeps only weak references
-        self._loop = asyncio.new_event_loop()
+        self._loop = asyncio.SelectorEventLoop(_Selector())
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 

@@ -18,7 +18,9 @@ from ..errors import ClosedError, ConfigError, ForkError, SwapioError, UsageErro
 from ..io import IOThreads, LentExtent, Storage, open_storage
 from ..memory import Arena, Device, Lease, get_device
 from ..spec import parse_nbytes
+from . import _aside
 from ._ahead import Prefetcher
+from ._aside import Kept
 from ._auto import host_capacity
 from ._in_file import FilePart
 from ._mover import Mover
@@ -224,6 +226,7 @@ class SwapManager:
         """
         spec = TensorSpec.of(tensor)
         record = self._make(key, spec.nbytes, Place.parse(home, key="home"), spec)
+        record.overwritten = True
         try:
             with self.pin(record, Place.HOST, current_owner()) as lease:
                 spec.copy_bytes(tensor, lease.raw)
@@ -394,6 +397,21 @@ class SwapManager:
     def discard(self, record: Record) -> None:
         """Let a record that nobody uses be zeros again, without a write."""
         self._transfer(self.mover.discard(record), f"discarding {record.key!r}").wait()
+
+    def set_aside(self, record: Record) -> Kept | None:
+        """Let a record be zeros, its bytes kept on the drive until `restore` or `forget`; None if they cannot be: nothing changes."""
+        self._check()
+        what = f"setting {record.key!r} aside"
+        transfer: Transfer[Kept | None] = self._transfer(_aside.set_aside(self.mover, record, current_owner()), what)
+        return transfer.wait()
+
+    def restore(self, record: Record, kept: Kept) -> None:
+        """Undo `set_aside`, whatever the record has got since."""
+        self._transfer(_aside.restore(self.mover, record, kept), f"giving {record.key!r} its bytes back").wait()
+
+    def forget(self, record: Record, kept: Kept) -> None:
+        """Give up what was set aside."""
+        _aside.forget(self.mover, record, kept)
 
     def lease(self, name: str, nbytes: int, owner: object) -> Lease:
         """Host memory of no record, uint8 `[nbytes]`, inside the budget. Give it back with `end_lease`."""

@@ -249,10 +249,10 @@ class Room:
         return record.nbytes
 
     def drop_surplus(self, record: Record) -> None:
-        """On an accelerator with no budget for caching, copies away from home go as soon as they are not used."""
+        """On an accelerator with no budget for caching, copies away from home go as soon as they are not used, nor about to be."""
         if not self._device.has_memory:
             return
-        if record.home is not Place.DEVICE and self._device_capacity is None:
+        if record.home is not Place.DEVICE and self._device_capacity is None and not record.prefetched:
             self.drop(record, Place.DEVICE)
         if record.home is Place.DEVICE:
             self.drop(record, Place.HOST)

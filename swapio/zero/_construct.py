@@ -146,8 +146,7 @@ class ConstructionSet(UnitSet):
             unit = ConstructedUnit(self, record.key, params, [None] * len(params), record, layout, Partition(layout, 1))
             unit.stored = stored
             with self.pin(record, Place.HOST) as lease:
-                unit.store([p for _, p in params], lease.raw)
-                lease.mark_dirty()
+                lease.mark_dirty(nbytes=unit.store([p for _, p in params], lease.raw))
         except BaseException:
             self._forget_record(record)
             raise

@@ -59,8 +59,11 @@ class ConstructedUnit(Unit):
             else:
                 merge_(_flat(slot_view(raw, slot)), raw[lower].view(torch.int16), _flat(view))
 
-    def store(self, values: Sequence[torch.Tensor], raw: torch.Tensor) -> None:
-        """The values of all parameters into the bytes of the record."""
+    def store(self, values: Sequence[torch.Tensor], raw: torch.Tensor) -> int:
+        """The values of all parameters into the bytes of the record; how many of them are needed, the rest being zeros.
+
+        Lower halves are none where all values are those of 16-bit weights, as pretrained ones often are.
+        """
         for index, (slot, value) in enumerate(zip(self.stored.slots, values, strict=True)):
             view, lower = slot_view(raw, slot), self._lower(index)
             if lower is None:
@@ -70,6 +73,8 @@ class ConstructedUnit(Unit):
                 if tuple(value.stride()) != slot.stride:
                     dense = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device="cpu").copy_(value)
                 split_(_flat(dense), _flat(view), raw[lower].view(torch.int16))
+        halves = [raw[lower] for i in range(len(values)) if (lower := self._lower(i)) is not None]
+        return raw.numel() if any(half.any() for half in halves) else self.stored.nbytes
 
     def _lower(self, index: int) -> slice | None:
         """Bytes of the record that hold the lower halves of a parameter."""
@@ -92,7 +97,7 @@ class ConstructedUnit(Unit):
 
     def lend(self, index: int) -> Lent:
         """Where a parameter's bytes are. The unit is on the drive."""
-        slot, lower = self.stored.slots[index], self._lower(index)
+        slot, lower = self.stored.slots[index], self._lower(index) if self.record.stored_nbytes > self.stored.nbytes else None
         weights, *halves = (
             self.zero.manager.lend(self.record, part.start, part.stop - part.start)
             for part in (slice(slot.offset, slot.offset + slot.span * slot.dtype.itemsize), lower)
@@ -210,8 +215,8 @@ class ShownLease:
             self._dirty = False
             unit = self._unit
             with unit.zero.pin(unit.record, Place.HOST) as lease:
-                unit.store([unit.layout_view(self.raw, slot.index) for slot in unit.layout.slots], lease.raw)
-                lease.mark_dirty()
+                nbytes = unit.store([unit.layout_view(self.raw, slot.index) for slot in unit.layout.slots], lease.raw)
+                lease.mark_dirty(nbytes=nbytes)
 
     def release(self) -> None:
         self.publish()

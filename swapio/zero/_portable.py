@@ -11,7 +11,7 @@ import torch
 
 from ..memory import copy_to
 from ..optim import split_
-from ..swap import Prefetcher, Record, RecordLease
+from ..swap import Kept, Prefetcher, Record, RecordLease
 from ._layout import Slot
 from ._partition import Partition, Piece
 from ._quiet import quiet
@@ -71,17 +71,25 @@ class PortableState:
         self._leases: list[RecordLease] = []  # of a unit, then of one of its chunks
         self._prefetcher: Prefetcher | None = None
         self._num_pinned = 0  # since `expect`
+        self._kept: dict[Record, Kept] = {}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._end()
+        while self._kept:
+            self._zero.manager.forget(*self._kept.popitem())
+
+    def _end(self) -> None:
         self._release(0)
         if self._prefetcher is not None:
             self._prefetcher.close()
+            self._prefetcher = None
 
     def expect(self, portions: Sequence[Portion]) -> None:
         """These are going to be read or written, in order: bring them ahead."""
+        self._end()
         if self._zero.schedule is None:
             return
         order: list[Record] = []
@@ -94,15 +102,50 @@ class PortableState:
         self._prefetcher = self._zero.manager.prefetcher()
         self._prefetcher.follow([(record, self._zero.step_place) for record in order], 0)
 
+    def set_aside(self, portions: Sequence[Portion], rest: Iterable[Portion]) -> set[Unit]:
+        """`portions` are going to be written, and `rest` not: keep on the drive what is wholly replaced, until `take_back` or the end.
+
+        Returns:
+            Units of which everything is kept; the others cannot be taken back.
+        """
+        with self._zero.lock, quiet():
+            self._release(0)
+            replaced, found = self._replaced(portions, rest), set[Unit]()
+            by_unit: dict[Unit, set[Record]] = {}
+            for portion in portions:
+                by_unit.setdefault(portion.unit, set()).update(_records(portion))
+            for unit, records in by_unit.items():
+                if records <= replaced and all(self._keep(r) for r in sorted(records, key=lambda r: r.key)):
+                    found.add(unit)
+            return found
+
+    def _keep(self, record: Record) -> bool:
+        kept = self._zero.manager.set_aside(record)
+        if kept is not None:
+            self._kept[record] = kept
+        return kept is not None
+
+    def take_back(self) -> None:
+        """Let what was set aside be as before."""
+        with self._zero.lock, quiet():
+            self._end()
+            while self._kept:
+                record, kept = self._kept.popitem()
+                self._zero.manager.restore(record, kept)
+
     def overwrite(self, portions: Sequence[Portion], rest: Iterable[Portion]) -> None:
         """`portions` are going to be written, in order, and `rest` not or later: what is wholly replaced is forgotten, not read."""
         with self._zero.lock, quiet():
-            self._release(0)
-            partly = {r for p in rest for r in _records(p)} | {p.unit.record for p in portions if not p.slot.trained}
-            for record in dict.fromkeys(r for p in portions for r in _records(p)):
-                if record.extent is not None and record.device is None and not record.in_file and record not in partly:
-                    self._zero.manager.discard(record)
+            self._end()
+            for record in self._replaced(portions, rest):
+                self._zero.manager.discard(record)
         self.expect(portions)
+
+    def _replaced(self, portions: Sequence[Portion], rest: Iterable[Portion]) -> set[Record]:
+        """Records of which every byte is written."""
+        partly = {r for p in rest for r in _records(p)} | {p.unit.record for p in portions if not p.slot.trained}
+        records = {r for p in portions for r in _records(p)} - partly
+        return {r for r in records if r.extent is not None and r.device is None and not r.in_file}
 
     def settle(self) -> None:
         """Make updates that are due, and take over what the user wrote into weights.

@@ -49,7 +49,7 @@ class Schedule:
     def used(self, record: Record, place: Place) -> None:
         """`record` is used in `place` now: say when it comes again, and that the next one may come."""
         place = self._manager.place(place)
-        if record.home is place or (self._seen and self._seen[-1][0] is record):
+        if not self._counts(record, place) or (self._seen and self._seen[-1][0] is record):
             return
         if len(self._seen) >= _LONGEST:
             self.end_turn()
@@ -78,13 +78,17 @@ class Schedule:
                 since = i
         return best
 
+    def _counts(self, record: Record, place: Place) -> bool:
+        """Whether it comes for this use; or, on an accelerator, is changed in host memory, before which it would come in vain."""
+        return record.home is not place or (place is Place.HOST and self._manager.device.has_memory)
+
     def announce(self, coming: Iterable[tuple[Record, Place]], *, last: bool = False) -> None:
         """These come next, before what was expected.
 
         Args:
             last: and nothing else in this turn.
         """
-        order = [(r, p) for r, p in ((r, self._manager.place(p)) for r, p in coming) if r.home is not p]
+        order = [(r, p) for r, p in ((r, self._manager.place(p)) for r, p in coming) if self._counts(r, p)]
         rest = self._expected[self._position :]
         if [r for r, _ in rest[: len(order)]] != [r for r, _ in order]:
             self._expect(self._seen + order + ([] if last else rest), position=len(self._seen))

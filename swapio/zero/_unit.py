@@ -87,15 +87,18 @@ class Unit:
             self.attach()
             self.pins += 1
             if self.pins == 1:
-                for param in self.params:
-                    param.__class__ = WindowParameter
+                self._become(WindowParameter)
 
     def shut(self) -> None:
         with uninterrupted(), self.zero.lock:
             self.pins -= 1
-            if not self.pins:
-                for param in self.params:
-                    param.__class__ = AwayParameter
+            if not self.pins and not (self.zero.keep_attached and isinstance(self.lease, RecordLease)):  # else it is here for good
+                self._become(AwayParameter)
+
+    def _become(self, kind: type[nn.Parameter]) -> None:
+        if type(self.params[0]) is not kind:
+            for param in self.params:
+                param.__class__ = kind
 
     def attach(self) -> None:
         """Bring the weights and show them in the parameters."""
@@ -160,6 +163,7 @@ class Unit:
             if self.pins or self.held():
                 return False
             self.find_writes()
+            self._become(AwayParameter)
             for slot, param in zip(self.layout.slots, self.params, strict=True):
                 _bump(param)
                 _SET_DATA(param, placeholder(slot.dtype, self.device, slot.shape))

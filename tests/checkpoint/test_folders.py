@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -18,7 +19,7 @@ import pytest
 import swapio
 from tests.mounts import ROOT, mounted
 
-from .work import Snapshot, engine_of, flip, same, snapshot, train
+from .work import Snapshot, engine_of, flip, make, same, settings, snapshot, train
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +84,58 @@ def test_one_flipped_bit(tmp_path: Path) -> None:
         engine.load_checkpoint(tmp_path / "saved", "global_step1")
         train(engine, 1, 3)
         same(snapshot(engine), before)
+
+
+@pytest.mark.parametrize(("params", "state"), [("nvme", "nvme"), ("nvme", "cpu"), ("none", "nvme")])
+@pytest.mark.parametrize("init", [False, True])
+def test_one_flipped_bit_in_a_fresh_engine(tmp_path: Path, params: str, state: str, init: bool) -> None:
+    """What is checked as it is read has replaced a part of the state already: all of it is as before, and training goes on from there."""
+    small: Any = {"swapio": {"device": "cpu", "host_memory": "2MiB", "checksums": False}} if params == state == "nvme" else {}
+
+    def fresh() -> Any:
+        config = settings(tmp_path, params=params, state=state, dtype="bf16", **small)
+        with swapio.zero.Init(config_dict_or_path=config) if init else contextlib.nullcontext():
+            model = make(3, width=257, freeze=False)
+        return swapio.initialize(model=model, config=config)[0]
+
+    with fresh() as engine:
+        train(engine, 0, 2)
+        engine.save_checkpoint(tmp_path / "saved", tag="a")
+        train(engine, 2, 3)
+        saved = snapshot(engine)
+    with fresh() as engine:
+        train(engine, 0, 1)
+        expected = snapshot(engine)
+    offset, at = 0, []
+    parts = json.loads((tmp_path / "saved" / "a" / "manifest.json").read_text())["files"]["__0_0.distcp"]
+    for name, nbytes, _ in parts:
+        at.append((name, offset + nbytes - 1))
+        offset += nbytes
+    with fresh() as engine:
+        before = snapshot(engine)
+        reserved = engine.manager.storage.reserved_nbytes
+        for name, place in (*at[:3], *at[7::8], *at[-2:]):
+            flip(tmp_path / "saved" / "a" / "__0_0.distcp", place)
+            with pytest.raises(swapio.StorageError, match=rf"'{re.escape(name)}' failed: it is "):
+                engine.load_checkpoint(tmp_path / "saved")
+            flip(tmp_path / "saved" / "a" / "__0_0.distcp", place)
+            assert engine.manager.storage.reserved_nbytes == reserved
+        same(snapshot(engine), before)
+        train(engine, 0, 1)
+        same(snapshot(engine), expected)
+    with fresh() as engine:
+        read = rchar()
+        engine.load_checkpoint(tmp_path / "saved")
+        if params == state == "nvme":
+            assert rchar() - read < 1.3 * offset  # once, and a little of what it replaces
+        assert engine.manager.storage.reserved_nbytes <= reserved  # less where it began with bytes that were constructed elsewhere
+        train(engine, 2, 3)
+        same(snapshot(engine), saved)
+
+
+def rchar() -> int:
+    """Bytes that this process has read from files, the page cache included."""
+    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def test_files_that_are_short_missing_or_nonsense(tmp_path: Path) -> None:
