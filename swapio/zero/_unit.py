@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Unit", "slot_view"]
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_STORAGE = torch.Tensor.untyped_storage  # past the parameter's own, which takes it for an alias that is handed out
 _use_count = torch._C._storage_Use_Count
 _bump = torch.autograd.graph.increment_version
 
@@ -283,7 +284,7 @@ class Unit:
             else:
                 ours = self._address
             with torch._C.DisableTorchFunctionSubclass():
-                if param.untyped_storage().data_ptr() != ours and param.numel():
+                if _STORAGE(param).data_ptr() != ours and param.numel():
                     foreign.append(slot.index)
         return foreign
 
