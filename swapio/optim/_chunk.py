@@ -57,7 +57,7 @@ class ChunkStepper:
     def step(
         self,
         weights: Tensor,
-        grads: Tensor,
+        grads: Tensor | Sequence[tuple[int, Tensor]],
         views: ChunkViews,
         ranges: Sequence[StepRange],
         *,
@@ -73,7 +73,8 @@ class ChunkStepper:
         Args:
             weights: flat slice of the unit, bfloat16, float16 or fp32 `[numel]`. A float16 weight becomes `master.to(torch.float16)`:
                 infinite from 65520 on, while its master goes on. A bfloat16 one is the same bits whether its master is split or not.
-            grads: `[numel]`, in the dtype of the weights or fp32; never written.
+            grads: `[numel]`, in the dtype of the weights or fp32; never written. Or parts of it, ascending, each with its first element;
+                zeros are between them.
             views: the state of the chunk; its `master`, if any, is stepped where it is.
             ranges: ascending and disjoint, cut at multiples of `spec.cut_numel` elements (the last may end with the chunk).
             grad_scale: the fp32 gradient is divided by it (loss scaling).
@@ -87,35 +88,39 @@ class ChunkStepper:
         numel = weights.numel()
         if weights.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise ValueError(f"weights must be bfloat16, float16 or float32, got {weights.dtype}")
-        if grads.dtype not in (weights.dtype, torch.float32):
-            raise ValueError(f"gradients of {weights.dtype} weights must be of that dtype or float32, got {grads.dtype}")
+        parts = [(0, grads)] if isinstance(grads, Tensor) else grads
+        for _, values in parts:
+            if values.dtype not in (weights.dtype, torch.float32):
+                raise ValueError(f"gradients of {weights.dtype} weights must be of that dtype or float32, got {values.dtype}")
         heads = [tensor for tensor in (views.lo, views.master) if tensor is not None]
         lengths = [tensor.numel() for tensor in heads] + [field.numel() for field in views.fields.values()]
         fits = len(heads) == (weights.dtype != torch.float32) and (views.lo is None or weights.dtype == torch.bfloat16)
         expected = [numel] * len(heads) + [round_up(numel, SCALE_NUMEL) if name in views.scales else numel for name in views.fields]
-        if not fits or lengths != expected or grads.shape != weights.shape or weights.dim() != 1:
+        num_grads = sum(values.numel() for _, values in parts)
+        complete = num_grads == numel if isinstance(grads, Tensor) else num_grads <= numel
+        if not fits or lengths != expected or not complete or weights.dim() != 1:
             raise ValueError(
-                f"the state does not belong to the weights: {numel} weights of {weights.dtype}, {grads.numel()} gradients, state of "
+                f"the state does not belong to the weights: {numel} weights of {weights.dtype}, {num_grads} gradients, state of "
                 f"{lengths} elements, {'with' if views.lo is not None else 'without'} lower halves, "
                 f"{'with' if views.master is not None else 'without'} masters"
             )
-        copy_grads = grads.dtype != torch.float32 or grad_scale is not None or grad_factor is not None  # the kernels write unscaled ones
+        plain = isinstance(grads, Tensor) and grads.dtype is torch.float32
+        copy_grads = not plain or grad_scale is not None or grad_factor is not None  # the kernels write unscaled ones
         at_once = weights.dtype == torch.float32 and not copy_grads and self.spec.fused and self.spec.state_dtype == "fp32"
         cut = self.spec.cut_numel
         blocks = list(_blocks(ranges, numel, max(numel, cut) if at_once else self._block_numel, cut))  # all checked before any is stepped
         for pieces in blocks:
             block = slice(pieces[0].start, pieces[-1].stop)
-            weight, grad = weights[block], grads[block]
+            weight, length = weights[block], block.stop - block.start
             master = weight if views.master is None else views.master[block]
             spare: Tensor | None = None
             if not at_once:
-                master_scratch, grad_scratch, *field_scratch = self._buffers(grad)
-                spare = grad_scratch[: grad.numel()].view(torch.int32)  # lent to merge, split and round while no gradient is in it
+                master_scratch, grad_scratch, *field_scratch = self._buffers(weight)
+                spare = grad_scratch[:length].view(torch.int32)  # lent to merge, split and round while no gradient is in it
             if views.lo is not None:
-                lo, master = views.lo[block], master_scratch[: grad.numel()]
+                lo, master = views.lo[block], master_scratch[:length]
                 merge_(weight, lo, master, scratch=spare)
-            if copy_grads:
-                grad = grad_scratch[: grad.numel()].copy_(grad)
+            grad = _gathered(parts, block, grad_scratch[:length]) if copy_grads else parts[0][1][block]
             if self.squares is not None:
                 self.squares += float(torch.dot(grad, grad))
             if grad_factor is not None:
@@ -161,6 +166,19 @@ class ChunkStepper:
             self._scratch = torch.empty((rows, self._block_numel), dtype=torch.float32, device=like.device)
         numel = round_up(like.numel(), SCALE_NUMEL) if self.spec.state_dtype == "int8" else like.numel()
         return list(self._scratch[:, :numel].unbind())
+
+
+def _gathered(parts: Sequence[tuple[int, Tensor]], block: slice, target: Tensor) -> Tensor:
+    """The elements of a block in `target`, with zeros where no part is."""
+    end = block.start
+    for begin, values in parts:
+        first, last = max(begin, end), min(begin + values.numel(), block.stop)
+        if first < last:
+            target[end - block.start : first - block.start].zero_()
+            target[first - block.start : last - block.start].copy_(values[first - begin : last - begin])
+            end = last
+    target[end - block.start :].zero_()
+    return target
 
 
 def _blocks(ranges: Sequence[StepRange], numel: int, block_numel: int, cut_numel: int) -> Iterator[list[StepRange]]:

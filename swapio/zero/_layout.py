@@ -97,6 +97,19 @@ class UnitLayout:
         start = segment.grad_offset + slot.start * segment.grad_dtype.itemsize
         return slice(start, start + slot.span * segment.grad_dtype.itemsize)
 
+    def grad_view(self, buffer: torch.Tensor, slot: Slot) -> torch.Tensor:
+        """The gradient of a trained parameter in the gradient buffer, uint8 `[grad_nbytes]`."""
+        flat = buffer[self.grad_bytes(slot)].view(self.segments[slot.segment].grad_dtype)
+        return flat.as_strided(slot.shape, slot.stride)
+
+    def zero_grad_padding(self, buffer: torch.Tensor) -> None:
+        """What lies between parameters is stepped with them."""
+        for slot in self.slots:
+            if slot.trained:
+                end = self.grad_bytes(slot).stop
+                itemsize = self.segments[slot.segment].grad_dtype.itemsize
+                buffer[end : end + (round_up(slot.span, self.align_numel) - slot.span) * itemsize].zero_()
+
     def slot_at(self, offset: int) -> Slot:
         """The parameter that byte `offset` of the unit belongs to."""
         return self._by_offset[max(bisect.bisect_right(self._offsets, offset) - 1, 0)]

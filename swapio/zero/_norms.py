@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..optim import first_nonfinite
+from ._grads import flat_grad
 from ._layout import Slot
 from ._quiet import quiet
 
@@ -108,7 +109,7 @@ def _flat_grads(unit: Unit, slot: Slot) -> Iterator[torch.Tensor]:
         return
     if zero.sums is None:
         if unit.grads is not None:
-            yield unit.grads.tensor[unit.layout.grad_bytes(slot)].view(unit.layout.segments[slot.segment].grad_dtype)
+            yield flat_grad(unit.grads, unit.layout, slot)
         return
     total = zero.sums.total(unit)
     for piece in unit.partition.pieces[zero.ranks.rank]:

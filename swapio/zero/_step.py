@@ -11,6 +11,7 @@ from ..errors import UsageError
 from ..optim import ChunkLayout, ChunkStepper, Group, OptimizerSpec, StepRange, chunk_layout, merge_
 from ..spec import round_up
 from ..swap import FilePart, Place, Record
+from ._grads import flat_grad
 from ._layout import UnitLayout
 from ._norms import Gradients, look_at, measure
 from ._partition import Partition, Piece
@@ -352,7 +353,7 @@ class ChunkedStep:
             self._share_sums(unit, update)
         with zero.pin(unit.record, zero.step_place) as weights:
             zero.note(unit.record, zero.step_place)
-            if update.num_done == 0 and update.grads is not None:
+            if update.num_done == 0 and update.grads is not None and not update.grads.here:
                 update.grads.tensor  # noqa: B018  (bring them)
             for chunk in self.chunks[unit][update.num_done :]:
                 self._step_chunk(unit, chunk, weights.raw, update)
@@ -433,13 +434,17 @@ class ChunkedStep:
                     if host is not part:
                         part.copy_(host)
 
-    def _grads(self, unit: Unit, chunk: Chunk, update: Update) -> torch.Tensor:
+    def _grads(self, unit: Unit, chunk: Chunk, update: Update) -> torch.Tensor | list[tuple[int, torch.Tensor]]:
         zero = self.zero
         if zero.sums is not None and zero.stage:
             total = zero.sums.total(unit)[chunk.sum_start : chunk.sum_start + chunk.layout.numel]
             return total if zero.step_place is Place.HOST else total.to(zero.manager.device.torch_device)
         if update.grads is None:
             raise RuntimeError(f"{unit.name!r} has no gradients")
+        slots = unit.layout.slots
+        if any(update.grads.kept(slots[index]) is not None for index, *_ in chunk.pieces):
+            stepped = [p for p in chunk.pieces if update.numbers[p[0]]]
+            return [(b, flat_grad(update.grads, unit.layout, slots[i])[at : at + e - b]) for i, b, e, at in stepped]
         segment = unit.layout.segments[chunk.segment]
         itemsize = segment.grad_dtype.itemsize
         begin = segment.grad_offset + chunk.start * itemsize

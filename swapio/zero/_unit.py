@@ -15,7 +15,6 @@ import xxhash
 from torch import nn
 
 from ..errors import UsageError
-from ..spec import round_up
 from ..swap import Place, Record, RecordLease
 from ._away import AwayParameter, WindowParameter, forget, manage, placeholder, raw_grad, set_raw_grad
 from ._gather import GatheredLease
@@ -331,35 +330,43 @@ class Unit:
                     "use torch.autograd.grad(loss, parameters, create_graph=True)"
                 )
             with self.zero.lock, quiet():
-                self.add_grad(index, grad)
+                self.add_grad(index, grad, ours=True)
                 self.came[index] = True
                 if all(came or not slot.trained for came, slot in zip(self.came, self.layout.slots, strict=True)):
                     self.zero.grads_complete(self)
 
-    def add_grad(self, index: int, grad: torch.Tensor) -> None:
+    def add_grad(self, index: int, grad: torch.Tensor, *, ours: bool = False) -> None:
+        """
+        Args:
+            ours: nobody else will change `grad`.
+        """
         if grad.layout is not torch.strided:
             raise UsageError(f"{self.names[index]!r} has a {grad.layout} gradient; use dense gradients (for an embedding: sparse=False)")
         if self.zero.stepper is not None:
             self.zero.stepper.check_can_add(self, index)
-        view = self._grad_view(index, write=True)
-        self.zero.store_grad(view, grad, add=self.has_grad[index])
+        if ours and not self.has_grad[index] and self._buffer().keep(self.layout.slots[index], grad):
+            self.norms[index] = None
+        else:
+            self.zero.store_grad(self._grad_view(index, write=True), grad, add=self.has_grad[index])
         self.has_grad[index] = True
 
-    def _grad_view(self, index: int, *, write: bool) -> torch.Tensor:
+    def _buffer(self) -> GradBuffer:
+        """Where the gradients gather."""
         if self.grads is None:
             self.apply_due()
             self.grads = self.zero.grad_buffer(self)
-            for each in self.layout.slots:  # what lies between parameters is stepped with them
-                if each.trained:
-                    end = self.layout.grad_bytes(each).stop
-                    itemsize = self.layout.segments[each.segment].grad_dtype.itemsize
-                    self.grads.tensor[end : end + (round_up(each.span, self.layout.align_numel) - each.span) * itemsize].zero_()
-        slot = self.layout.slots[index]
-        flat = self.grads.tensor[self.layout.grad_bytes(slot)].view(self.layout.segments[slot.segment].grad_dtype)
+        return self.grads
+
+    def _grad_view(self, index: int, *, write: bool) -> torch.Tensor:
+        grads, slot = self._buffer(), self.layout.slots[index]
         if write:
-            self.grads.written()
             self.norms[index] = None
-        return flat.as_strided(slot.shape, slot.stride)
+        kept = grads.kept(slot)
+        if kept is not None:
+            return kept
+        if write:
+            grads.written()
+        return self.layout.grad_view(grads.tensor, slot)
 
     def keep_grads_on_nvme(self) -> None:
         """Reserve a place where gradients rest between times."""

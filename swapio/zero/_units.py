@@ -286,9 +286,9 @@ class UnitSet:
         """For the gradients of a unit that has none."""
         nbytes = unit.layout.grad_nbytes
         if self.step_place is Place.DEVICE:
-            return DeviceGrads(self, nbytes)
+            return DeviceGrads(self, unit.layout)
         if unit.spill is not None:
-            return SpilledGrads(self, unit.spill)
+            return SpilledGrads(self, unit.spill, unit.layout)
         name = f"gradients of {unit.name}"
         try:
             lease = self.lease(name, nbytes)
@@ -298,7 +298,8 @@ class UnitSet:
             self.send_grads(but=unit)
             lease = self.lease(name, nbytes)
         self._kept(unit, 1)
-        return LeasedGrads(self, lease)
+        keeps = self.keep_attached and self.ranks.alone and not self.manager.device.has_memory
+        return LeasedGrads(self, lease, unit.layout, keeps=keeps)
 
     def grad_buffers(self) -> Iterator[tuple[Unit, GradBuffer]]:
         """Gradients that wait for a step, or for the update that it has put off."""

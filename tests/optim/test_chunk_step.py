@@ -153,6 +153,34 @@ def test_same_bits_as_the_plain_loop(
 
 
 @pytest.mark.parametrize(("dtype", "split"), [(FP32, True), (BF16, True), (BF16, False), (HALF, True)])
+@pytest.mark.parametrize("factor", [None, 0.3])
+def test_gradients_in_parts(dtype: torch.dtype, split: bool, factor: float | None) -> None:
+    """The same bits as of one tensor with zeros where no part is, wherever sub-blocks are cut; parts are never written."""
+    spec, _ = from_torch(torch.optim.AdamW([torch.zeros(1)]))
+    layout = _masters(chunk_layout(spec, 1024, dtype), split)
+    generator = torch.Generator().manual_seed(3)
+    parts = [(n, torch.randn(m, generator=generator).to(dtype)) for n, m in ((64, 100), (192, 64), (256, 1), (640, 384))]
+    whole = torch.zeros(1024, dtype=dtype)
+    for begin, values in parts:
+        whole[begin : begin + values.numel()] = values
+    given = [values.clone() for _, values in parts]
+    start = torch.randn(1024, generator=generator)
+    found = []
+    for grads in (whole, parts):
+        raw, weights = torch.zeros(layout.nbytes, dtype=torch.uint8), torch.empty(1024, dtype=dtype)
+        layout.views(raw).store_master(start, weights, start=0)
+        stepper = ChunkStepper(spec, block_numel=128)
+        stepper.squares = 0.0
+        for number in (1, 2):
+            ranges = [StepRange(64, 320, spec.groups[0], number), StepRange(640, 1024, spec.groups[0], number)]
+            stepper.step(weights, grads, layout.views(raw), ranges, grad_factor=factor)
+        found.append((raw, weights, stepper.squares))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    assert found[0][2] == pytest.approx(found[1][2])  # fp32 weights are summed at once where gradients are one tensor
+    assert all(torch.equal(values, before) for (_, values), before in zip(parts, given, strict=True))
+
+
+@pytest.mark.parametrize(("dtype", "split"), [(FP32, True), (BF16, True), (BF16, False), (HALF, True)])
 def test_what_is_outside_keeps_garbage_to_the_bit(dtype: torch.dtype, split: bool) -> None:
     spec, _ = from_torch(torch.optim.AdamW([torch.zeros(1)]))
     layout = _masters(chunk_layout(spec, 2048, dtype), split)
