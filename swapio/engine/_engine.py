@@ -601,9 +601,10 @@ class Engine(nn.Module):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Go on from what `save_checkpoint` saved; all ranks call it together. Load from folders that you trust: objects are unpickled.
 
-        Every byte is checked, and names and shapes compared, before the first change: a load that fails there leaves the engine as it is.
-        Gradients are dropped. A checkpoint of DeepSpeed's ZeRO (stages 1 to 3, any number of ranks) is loaded too; it has no checksums and
-        no random state.
+        Names and shapes are compared, and every byte is checked: a load that fails there leaves the engine as it is. On one rank, before
+        the first step, bytes are checked as they are read, and weights that rest on NVMe are kept there till the end; else all is read
+        twice, checked before the first change. Gradients are dropped. A checkpoint of DeepSpeed's ZeRO (stages 1 to 3, any number of ranks)
+        is loaded too; it has no checksums and no random state.
 
         Args:
             tag: default: what the file `latest` names.

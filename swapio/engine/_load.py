@@ -102,7 +102,7 @@ def _can_be_read_once(engine: Engine) -> bool:
 
 
 class _Loading:
-    """A checkpoint that fits the engine; nothing of the engine is changed before `apply`.
+    """A checkpoint that fits the engine; nothing that cannot be taken back is changed before `apply`.
 
     Raises:
         UsageError: it does not fit.

@@ -50,7 +50,7 @@ class ChunkStepper:
             raise ValueError(f"block_numel must be a positive multiple of {spec.cut_numel}, got {block_numel}")
         self.spec = spec
         self._block_numel = block_numel
-        self._scratch = torch.empty(0)
+        self._scratch: list[Tensor] = []
         self.squares: float | None = None
 
     @torch.no_grad()
@@ -131,9 +131,11 @@ class ChunkStepper:
                 state = dict(zip(views.fields, field_scratch, strict=True))
                 self._load(views, block.start, state)
             for start, stop, group, step in pieces:
-                part = slice(start - block.start, stop - block.start)
-                fields = {name: field[part] for name, field in state.items()}
-                step_range(self.spec, group, master=master[part], grad=grad[part], fields=fields, step=step, grad_scale=grad_scale)
+                fields, its_master, its_grad = state, master, grad
+                if len(pieces) > 1:
+                    part = slice(start - block.start, stop - block.start)
+                    fields, its_master, its_grad = {name: field[part] for name, field in state.items()}, master[part], grad[part]
+                step_range(self.spec, group, master=its_master, grad=its_grad, fields=fields, step=step, grad_scale=grad_scale)
             if self.spec.state_dtype != "fp32":
                 self._store(views, pieces, place, state, grad_scratch)
             if views.lo is not None:
@@ -161,11 +163,12 @@ class ChunkStepper:
 
     def _buffers(self, like: Tensor) -> list[Tensor]:
         """Scratch for the master, for the gradient and for each field that is not fp32, as long as `like` or its blocks of codes."""
-        if self._scratch.device != like.device or self._scratch.numel() == 0:
+        if not self._scratch or self._scratch[0].device != like.device:
             rows = 2 + (len(self.spec.fields) if self.spec.state_dtype != "fp32" else 0)
-            self._scratch = torch.empty((rows, self._block_numel), dtype=torch.float32, device=like.device)
+            scratch = torch.empty((rows, self._block_numel), dtype=torch.float32, device=like.device)
+            self._scratch = list(scratch.unbind())
         numel = round_up(like.numel(), SCALE_NUMEL) if self.spec.state_dtype == "int8" else like.numel()
-        return list(self._scratch[:, :numel].unbind())
+        return self._scratch if numel == self._block_numel else [row[:numel] for row in self._scratch]
 
 
 def _gathered(parts: Sequence[tuple[int, Tensor]], block: slice, target: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 
@@ -99,7 +100,7 @@ def step_range(
         state[0],
         state[1],
         state[2],
-        [torch.full((), step, dtype=torch.float32, device=master.device)],
+        [_number(step, master.device)],
         lr=lr,
         beta1=float(beta1),
         beta2=float(beta2),
@@ -109,6 +110,12 @@ def step_range(
         maximize=maximize,
         grad_scale=scale,
     )
+
+
+@functools.lru_cache(maxsize=8)
+def _number(step: int, device: torch.device) -> Tensor:
+    """As the kernels take it; they do not change it."""
+    return torch.full((), step, dtype=torch.float32, device=device)
 
 
 @torch.no_grad()
