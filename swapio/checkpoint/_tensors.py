@@ -8,10 +8,11 @@ import functools
 import io
 import itertools
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.futures import Future
 
 from ..errors import StorageError, UsageError
-from ..io import DirectFile
+from ..io import read_as_told
 from ..memory import copy_to
 from ._boxes import Box, boxes
 from ._pipeline import ahead
@@ -104,7 +105,7 @@ class Stored:
         if not isinstance(self.metadata.state_dict_metadata.get(name), BytesStorageMetadata):
             return None
         info: _StorageInfo = self.metadata.storage_data[MetadataIndex(name)]
-        with DirectFile(self.path / info.relative_path) as file:
+        with (self.path / info.relative_path).open("rb") as file:
             content = _content(file, info, self._check)
         try:
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)
@@ -209,9 +210,11 @@ class _Reader(FileSystemReader):
         self._chunks = {MetadataIndex(n, c.offsets): (t.properties.dtype, c.sizes) for n, t in planner.stored.items() for c in t.chunks}
         with contextlib.ExitStack() as stack:
             names = dict.fromkeys(self.storage_data[index].relative_path for index, _ in runs)
-            files = {name: stack.enter_context(DirectFile(Path(self.path) / name)) for name in names}
+            files = {name: stack.enter_context((Path(self.path) / name).open("rb")) for name in names}
             tensors = ahead(functools.partial(self._load, files, index) for index, _ in runs)
             stack.enter_context(contextlib.closing(tensors))
+            for file in files.values():
+                read_as_told(file.fileno())
             for (_, items), tensor in zip(runs, tensors, strict=True):
                 for item in items:
                     target = planner.resolve_tensor(item)
@@ -221,7 +224,7 @@ class _Reader(FileSystemReader):
         done.set_result(None)
         return done
 
-    def _load(self, files: dict[str, DirectFile], index: MetadataIndex) -> torch.Tensor:
+    def _load(self, files: dict[str, BinaryIO], index: MetadataIndex) -> torch.Tensor:
         """A stored tensor over the bytes that were read: `torch.load` would copy them, which took longer than to read them."""
         info: _StorageInfo = self.storage_data[index]
         content = _content(files[info.relative_path], info, self._check)
@@ -237,12 +240,13 @@ def _first_byte(content: memoryview) -> int:
     return start + 30 + name + extra
 
 
-def _content(file: DirectFile, info: _StorageInfo, check: Check | None) -> memoryview:
-    content = memoryview(np.empty(info.length, np.uint8))  # type: ignore[arg-type]
-    content = content[: file.read(info.offset, content)]
+def _content(file: BinaryIO, info: _StorageInfo, check: Check | None) -> memoryview:
+    content, done = memoryview(np.empty(info.length, np.uint8)), 0  # type: ignore[arg-type]
+    while more := os.preadv(file.fileno(), [content[done:]], info.offset + done) if done < info.length else 0:
+        done += more
     if check is not None:
-        check(info.relative_path, info.offset, content)
-    return content
+        check(info.relative_path, info.offset, content[:done])
+    return content[:done]
 
 
 def _narrow(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:

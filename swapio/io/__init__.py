@@ -2,9 +2,9 @@
 
 from ._aiofiles import AiofilesStorage
 from ._buffers import aligned_buffer
-from ._cache import cached_nbytes, drop_cache
+from ._cache import cached_nbytes, drop_cache, read_as_told
 from ._checksum import ChecksummedStorage
-from ._direct import DirectFile, DirectStorage
+from ._direct import DirectStorage
 from ._extents import ExtentAllocator
 from ._file import FileStorage
 from ._filesystem import Filesystem, filesystem_of
@@ -26,7 +26,6 @@ __all__ = [
     "AiofilesStorage",
     "ChecksummedStorage",
     "Choice",
-    "DirectFile",
     "DirectStorage",
     "Done",
     "ExtentAllocator",
@@ -50,6 +49,7 @@ __all__ = [
     "is_private_folder",
     "measure_speeds",
     "open_storage",
+    "read_as_told",
     "remove_orphans",
     "scratch_root",
 ]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from ..spec import Extent
-from ._buffers import read_through_pages
+import threading
+
+from ..spec import Extent, round_up
+from ._buffers import aligned_buffer, copy_bytes
 from ._read_only import ReadOnlyStorage
 from ._storage import Storage
 
 __all__ = ["LentExtent"]
+
+_PAGES_NBYTES = 1 << 20
+_here = threading.local()  # each thread's own memory to copy from, small enough for its cache
 
 
 class LentExtent(ReadOnlyStorage):
@@ -29,11 +34,14 @@ class LentExtent(ReadOnlyStorage):
         return self._extent.end
 
     def _read_some(self, offset: int, buffer: memoryview, name: str) -> int:
-        def read(first: int, pages: memoryview) -> int:
-            self._storage.read(first, pages, name=name)
-            return pages.nbytes
-
-        return read_through_pages(read, offset, buffer, alignment=self._storage.alignment)
+        align = self._storage.alignment
+        first = offset // align * align
+        nbytes = min(buffer.nbytes, _PAGES_NBYTES - (offset - first))
+        if not hasattr(_here, "pages"):
+            _here.pages = aligned_buffer(_PAGES_NBYTES)
+        self._storage.read(first, _here.pages[: round_up(offset + nbytes, align) - first], name=name)
+        copy_bytes(buffer[:nbytes], _here.pages[offset - first :][:nbytes])
+        return nbytes
 
     def _release(self) -> None:
         pass
