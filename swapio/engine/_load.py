@@ -219,9 +219,10 @@ class _Loading:
         wanted: list[Portion] = []
         for p in self.state.kept():
             (wanted if p.name in self._loaded and self._is_stored(p) else self._untouched).append(p)
-        units = self.state.set_aside(wanted, self._untouched) if once else set()
+        if once:
+            self.state.set_aside(wanted, self._untouched)
         for p in wanted:
-            (self._first if p.unit in units else self._rest).append(p)
+            (self._first if once and self.state.is_aside(p) else self._rest).append(p)
         if once:
             verify(self.stored.path, but={key(p.name, p.field) for p in self._first})
 
@@ -230,7 +231,7 @@ class _Loading:
         self.state.expect(self._first)
         self.stored.load([stretch(p, write=self.state) for p in self._first])
         self.has_begun_with_rest = True
-        self.state.overwrite(self._rest, self._untouched)
+        self.state.overwrite(self._rest, [*self._untouched, *self._first])
         self.stored.load([stretch(p, write=self.state) for p in self._rest])
         self.stored.load([buffer_stretch(n, b) for n, b in self._buffers.items() if n in self._loaded])
         self._begin_anew()

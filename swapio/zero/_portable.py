@@ -102,28 +102,19 @@ class PortableState:
         self._prefetcher = self._zero.manager.prefetcher()
         self._prefetcher.follow([(record, self._zero.step_place) for record in order], 0)
 
-    def set_aside(self, portions: Sequence[Portion], rest: Iterable[Portion]) -> set[Unit]:
-        """`portions` are going to be written, and `rest` not: keep on the drive what is wholly replaced, until `take_back` or the end.
-
-        Returns:
-            Units of which everything is kept; the others cannot be taken back.
-        """
+    def set_aside(self, portions: Sequence[Portion], rest: Iterable[Portion]) -> None:
+        """`portions` are going to be written, and `rest` not: keep what is wholly replaced on the drive, until `take_back` or the end."""
         with self._zero.lock, quiet():
-            self._release(0)
-            replaced, found = self._replaced(portions, rest), set[Unit]()
-            by_unit: dict[Unit, set[Record]] = {}
-            for portion in portions:
-                by_unit.setdefault(portion.unit, set()).update(_records(portion))
-            for unit, records in by_unit.items():
-                if records <= replaced and all(self._keep(r) for r in sorted(records, key=lambda r: r.key)):
-                    found.add(unit)
-            return found
+            self._end()
+            for record in self._replaced(portions, rest):
+                kept = self._zero.manager.set_aside(record)
+                if kept is not None:
+                    self._kept[record] = kept
 
-    def _keep(self, record: Record) -> bool:
-        kept = self._zero.manager.set_aside(record)
-        if kept is not None:
-            self._kept[record] = kept
-        return kept is not None
+    def is_aside(self, portion: Portion) -> bool:
+        """Whether all that writing a portion changes can be taken back."""
+        written = _records(portion)[portion.field is not None :]
+        return all(record in self._kept for record in written)
 
     def take_back(self) -> None:
         """Let what was set aside be as before."""
