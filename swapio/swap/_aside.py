@@ -53,8 +53,8 @@ async def set_aside(mover: Mover, record: Record, owner: object) -> Kept | None:
 
 async def restore(mover: Mover, record: Record, kept: Kept) -> None:
     """Let a record that nobody uses have its bytes again."""
-    await mover.discard(record)
-    async with record.busy:
+    async with record.busy:  # in one go: else a prefetch that waits for it would bring zeros
+        mover.forget_bytes(record)
         if record.pins:
             raise RuntimeError(f"{record.key!r} is in use: it cannot have its bytes back")
         with record.lock:
@@ -62,6 +62,7 @@ async def restore(mover: Mover, record: Record, kept: Kept) -> None:
             record.borrowed, record.content_nbytes, record.stored_nbytes = kept.borrowed, kept.content_nbytes, kept.stored_nbytes
         if extent is not None and extent != kept.extent:
             mover.storage.free(extent)
+    mover.room.wake_now()
 
 
 def forget(mover: Mover, record: Record, kept: Kept) -> None:

@@ -317,15 +317,19 @@ class Mover:
     async def discard(self, record: Record) -> None:
         """Forget the bytes: the record is zeros again, in no memory. Nothing happens while it is in use."""
         async with record.busy:
-            with record.lock:
-                if record.removed or record.pins:
-                    return
-                record.reset()
-                host, record.host = record.host, None
-            self.room.resident[0].discard(record)
-            if host is not None:
-                host.release()
+            self.forget_bytes(record)
         self.room.wake_now()
+
+    def forget_bytes(self, record: Record) -> None:
+        """What `discard` does, for who has the record's `busy` lock."""
+        with record.lock:
+            if record.removed or record.pins:
+                return
+            record.reset()
+            host, record.host = record.host, None
+        self.room.resident[0].discard(record)
+        if host is not None:
+            host.release()
 
     async def evict(self, records: Iterable[Record], owner: object) -> None:
         """Write back if dirty and drop the copies away from home; those in use stay."""
