@@ -78,7 +78,7 @@ def test_lower_halves_that_are_zeros_are_not_written(tmp_path: Path, stored_as: 
     (tmp_path / "drive").mkdir()
     values = {n: p.detach().to(stored_as) for n, p in make(4, width=400, freeze=False).named_parameters()}
     save_file({n: v.contiguous() for n, v in values.items()}, tmp_path / "model.safetensors")
-    config = settings(tmp_path / "drive", dtype="bf16", state="nvme", swapio={"host_memory": "4MiB", "device": "cpu"})  # type: ignore[arg-type]
+    config = settings(tmp_path / "drive", dtype="bf16", state="nvme", swapio={"host_memory": "4MiB", "device": "cpu"})
     model: Any = swapio.load_pretrained(lambda: make(5, width=400, freeze=False), tmp_path, config, strict=False)
     with swapio.initialize(model=model, config=config)[0] as engine:
         numel = sum(p.numel() for p in model.parameters())
