@@ -92,7 +92,7 @@ class Unit:
     def shut(self) -> None:
         with uninterrupted(), self.zero.lock:
             self.pins -= 1
-            if not self.pins and not (self.zero.keep_attached and isinstance(self.lease, RecordLease)):  # else it is here for good
+            if not self.pins:
                 self._become(AwayParameter)
 
     def _become(self, kind: type[nn.Parameter]) -> None:
@@ -163,7 +163,6 @@ class Unit:
             if self.pins or self.held():
                 return False
             self.find_writes()
-            self._become(AwayParameter)
             for slot, param in zip(self.layout.slots, self.params, strict=True):
                 _bump(param)
                 _SET_DATA(param, placeholder(slot.dtype, self.device, slot.shape))
