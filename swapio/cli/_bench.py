@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..drive import Plan, check_room, run_bench, run_tune
@@ -25,13 +26,13 @@ def bench_paths(paths: Sequence[Path], plan: Plan, out: Path, console: Console) 
     Raises:
         ConfigError, StorageError: a path cannot be used, or has too little room.
     """
-    json_path = output_file(out, "drive.json")
     for path in paths:  # a wrong one is told before minutes go to the others
         check_room(path, plan.file_nbytes)
+    json_path = output_file(out, "drive.json")
     found: dict[str, Any] = {"command": sys.argv, "machine": machine(), "results": []}
     files = [json_path]
     for number, path in enumerate(paths, 1):
-        console.rule(str(path))
+        console.rule(escape(str(path)))
         with _progress(console) as progress:
             task = progress.add_task("starting", total=None)
 
@@ -39,6 +40,7 @@ def bench_paths(paths: Sequence[Path], plan: Plan, out: Path, console: Console) 
                 progress.console.print(
                     f"At most {format_nbytes(moved)} will be moved, {format_nbytes(written)} of them written to {path}; no file stays.",
                     soft_wrap=True,
+                    markup=False,
                 )
 
             def show(done: int, total: int, what: str, progress: Progress = progress, task: Any = task) -> None:
@@ -49,7 +51,7 @@ def bench_paths(paths: Sequence[Path], plan: Plan, out: Path, console: Console) 
             console.print(shown, "")
         found["results"].append(result)
         written = result["actual_nbytes"]["written"]
-        console.print(f"{format_nbytes(written)} were written to {path}. For the config, as JSON:", soft_wrap=True)
+        console.print(f"{format_nbytes(written)} were written to {path}. For the config, as JSON:", soft_wrap=True, markup=False)
         console.print_json(json.dumps(result["swapio_config"]), indent=2)
         _show_refused(result, console)
         for note in result["notes"]:
@@ -61,7 +63,7 @@ def bench_paths(paths: Sequence[Path], plan: Plan, out: Path, console: Console) 
             picture.unlink(missing_ok=True)  # that of an earlier run
             console.print('No picture: matplotlib is not installed (pip install "swapio\\[plot]").')
         json_path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    console.print(f"Written: {', '.join(map(str, files))}.", soft_wrap=True)
+    console.print(f"Written: {', '.join(map(str, files))}.", soft_wrap=True, markup=False)
 
 
 def tune_path(path: Path, out: Path, console: Console) -> None:
@@ -75,7 +77,9 @@ def tune_path(path: Path, out: Path, console: Console) -> None:
         task = progress.add_task("starting", total=None)
 
         def announce(written: int) -> None:
-            progress.console.print(f"At most {format_nbytes(written)} will be written to {path}; no file stays.", soft_wrap=True)
+            progress.console.print(
+                f"At most {format_nbytes(written)} will be written to {path}; no file stays.", soft_wrap=True, markup=False
+            )
 
         def show(done: int, total: int, what: str) -> None:
             progress.update(task, completed=done, total=total, description=what)
@@ -89,7 +93,7 @@ def tune_path(path: Path, out: Path, console: Console) -> None:
     console.print(shown, "")
     _show_refused(result, console)
     target.write_text(json.dumps(result | {"machine": machine()}, indent=1) + "\n", encoding="utf-8")
-    console.print(f"{format_nbytes(result['written_nbytes'])} were written to {path}. Use it with", soft_wrap=True)
+    console.print(f"{format_nbytes(result['written_nbytes'])} were written to {path}. Use it with", soft_wrap=True, markup=False)
     console.print_json(json.dumps({"swapio": {"tuned": str(target)}}), indent=2)
     console.print("or paste")
     console.print_json(json.dumps(result["swapio_config"]), indent=2)
