@@ -136,7 +136,11 @@ def measure(args: argparse.Namespace, work: Path) -> tuple[list[Part], dict[str,
     def beside(source: Path, read: int, written: int) -> None:
         parts[-1].least, parts[-1].copy_s = (read, written), copy(source, work / "copy", (read, written))
 
-    part("save", lambda: engine.save_checkpoint(saved, tag="a")) or engine.save_checkpoint(saved, tag="a")
+    def save_now() -> None:
+        engine.save_checkpoint(saved, tag="a")
+
+    if not part("save", save_now):
+        save_now()
     nbytes, weights, masters = nbytes_in(saved), shape.num_params * DTYPES[args.dtype].itemsize, 4 * shape.num_params
     if "save" in args.parts:
         beside(saved / "a", nbytes, nbytes)
@@ -216,6 +220,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args(argv)
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"--parts: {', '.join(unknown)}: use {'; '.join(PARTS)}")
     if args.tiny:
         args.layers, args.dim, args.vocab, args.seq, args.host_memory, args.dtype = 2, 64, 256, 32, "2MiB", "fp32"
     settle()

@@ -97,7 +97,7 @@ class ChunkStepper:
         fits = len(heads) == (weights.dtype != torch.float32) and (views.lo is None or weights.dtype == torch.bfloat16)
         expected = [numel] * len(heads) + [round_up(numel, SCALE_NUMEL) if name in views.scales else numel for name in views.fields]
         num_grads = sum(values.numel() for _, values in parts)
-        complete = num_grads == numel if isinstance(grads, Tensor) else num_grads <= numel
+        complete = grads.shape == weights.shape if isinstance(grads, Tensor) else _ascending(parts, numel)
         if not fits or lengths != expected or not complete or weights.dim() != 1:
             raise ValueError(
                 f"the state does not belong to the weights: {numel} weights of {weights.dtype}, {num_grads} gradients, state of "
@@ -177,11 +177,23 @@ def _gathered(parts: Sequence[tuple[int, Tensor]], block: slice, target: Tensor)
     for begin, values in parts:
         first, last = max(begin, end), min(begin + values.numel(), block.stop)
         if first < last:
-            target[end - block.start : first - block.start].zero_()
+            if end < first:
+                target[end - block.start : first - block.start].zero_()
             target[first - block.start : last - block.start].copy_(values[first - begin : last - begin])
             end = last
-    target[end - block.start :].zero_()
+    if end < block.stop:
+        target[end - block.start :].zero_()
     return target
+
+
+def _ascending(parts: Sequence[tuple[int, Tensor]], numel: int) -> bool:
+    """Whether no part begins before the end of the one before, or reaches beyond `numel`."""
+    end = 0
+    for begin, values in parts:
+        if begin < end or values.dim() != 1:
+            return False
+        end = begin + values.numel()
+    return end <= numel
 
 
 def _blocks(ranges: Sequence[StepRange], numel: int, block_numel: int, cut_numel: int) -> Iterator[list[StepRange]]:

@@ -35,8 +35,8 @@ async def set_aside(mover: Mover, record: Record, owner: object) -> Kept | None:
     await mover.evict([record], owner)
     async with record.busy:
         extent = record.extent
-        away = record.home is Place.NVME and extent is not None and not record.in_file and record.lent is None and not record.removed
-        if not away or extent is None or record.current != [True, False, False]:
+        elsewhere = record.home is not Place.NVME or record.in_file or record.lent is not None or record.current != [True, False, False]
+        if extent is None or elsewhere or record.removed:
             return None
         room = [extent]
         if record.stored_nbytes:

@@ -87,18 +87,15 @@ class Unit:
             self.attach()
             self.pins += 1
             if self.pins == 1:
-                self._become(WindowParameter)
+                for param in self.params:
+                    param.__class__ = WindowParameter
 
     def shut(self) -> None:
         with uninterrupted(), self.zero.lock:
             self.pins -= 1
             if not self.pins:
-                self._become(AwayParameter)
-
-    def _become(self, kind: type[nn.Parameter]) -> None:
-        if type(self.params[0]) is not kind:
-            for param in self.params:
-                param.__class__ = kind
+                for param in self.params:
+                    param.__class__ = AwayParameter
 
     def attach(self) -> None:
         """Bring the weights and show them in the parameters."""
